@@ -7,6 +7,7 @@ request has a deviation from it, which is small as long as little of the request
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -188,17 +189,17 @@ class AcceptanceModel:
 
     def refresh(self) -> None:
         """Estimate the rates again. Called before decisions."""
-        drafted_D = (_by_depth(self._drafted) + PRIOR_TRIALS) / (_by_depth(self._asked) + PRIOR_TRIALS)
-        self._drafted_D = np.minimum.accumulate(drafted_D)
-        goes_on_D = self._drafted_D / np.concatenate((self._drafted_D[:1], self._drafted_D[:-1]))
-        tried_D, scored_D = _by_depth(self._tried), _by_depth(self._scored)
-        self._rates_D = (scored_D + PRIOR_TRIALS * goes_on_D) / (tried_D + PRIOR_TRIALS)
-        rate = ASSUMED  # of a token that is drafted, the probability that it is accepted
-        counts = zip(scored_D.tolist(), _by_depth(self._accepted).tolist(), strict=True)
-        for depth, (scored, accepted) in enumerate(counts):
+        asked, drafted = _by_depth(self._asked), _by_depth(self._drafted)
+        shares = [(some + PRIOR_TRIALS) / (all_ + PRIOR_TRIALS) for some, all_ in zip(drafted, asked, strict=True)]
+        shares = list(accumulate(shares, min))
+        goes_on = [1.0, *(share / before for before, share in pairwise(shares))]
+        counts = zip(goes_on, *map(_by_depth, (self._tried, self._scored, self._accepted)), strict=True)
+        rate, rates = ASSUMED, []  # of a token that is drafted, the probability that it is accepted
+        for share, tried, scored, accepted in counts:
             rate = (accepted + PRIOR_TRIALS * rate) / (scored + PRIOR_TRIALS)
-            self._rates_D[depth] *= rate
-        self._expected[1:] = np.cumsum(self._rates_D).tolist()
+            rates.append(rate * (scored + PRIOR_TRIALS * share) / (tried + PRIOR_TRIALS))
+        self._drafted_D, self._rates_D = np.array(shares), np.array(rates)
+        self._expected = [0.0, *accumulate(rates)]
 
     def survival(self, requests: Seq[RequestAcceptance]) -> Floats:
         """Return `[R, D]`: the probability that the first d + 1 draft tokens of each row are all accepted.
@@ -222,7 +223,6 @@ def _odds(rates: Floats) -> Floats:
     return kept / (1 - kept)
 
 
-def _by_depth(counts: list[float]) -> Floats:
-    """Return how many of the rounds had a token at each depth `[D]`; *counts* are by the number of tokens."""
-    sums_D: Floats = np.cumsum(counts[:0:-1])[::-1]
-    return sums_D
+def _by_depth(counts: list[float]) -> list[float]:
+    """Return how many of the rounds had a token at each depth; *counts* are by the number of tokens."""
+    return list(accumulate(counts[:0:-1]))[::-1]

@@ -172,6 +172,34 @@ class Offer:
         accepted_R: Floats = (self.survival_RD * within_RD).sum(axis=1) / self.drafted_D[0]
         return accepted_R
 
+    def most_gained(self, token_s: float, plain_s: float, costs: RoundCosts) -> float:
+        """Return the most tokens that drafts may gain on average for each row, less what their seconds are worth.
+
+        A draft token takes the target *token_s* or more; without, a row gains a token in *plain_s*.
+        """
+        num_rows, depth_D = len(self.limits_R), np.arange(1, len(self.drafted_D) + 1)
+        drafting_s_D = 0.0 * depth_D
+        if self.is_worker:
+            drafting_s_D = costs.levels.seconds(depth_D) * costs.draft.least_each(num_rows)
+        elif not self.is_free:
+            drafting_s_D += costs.lookups.least_each(num_rows)
+        earned_D = np.maximum(self.survival_RD.max(axis=0) - self.drafted_D * (token_s / plain_s), 0.0)
+        return max(0.0, float((np.cumsum(earned_D) - drafting_s_D / plain_s).max()))
+
+
+def may_pay(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> bool:
+    """Return False if no draft tokens pay, where that is seen without a search: see `allocate`.
+
+    A draft token earns for each row at most what it does for the best one. With many rows it is mostly seen.
+    """
+    num_slots = sum([int(one.limits_R.sum()) for one in offers])
+    if not (num_sampling and num_slots):
+        return False
+    plain_s, token_s = costs.plain() / num_sampling, costs.target.least_further(costs.num_known, num_slots)
+    gained = [one.most_gained(token_s, plain_s, costs) for one in offers]
+    is_free = any(one.is_free and more > 0 for one, more in zip(offers, gained, strict=True))
+    return is_free or sum(gained) > costs.prompts_s / plain_s
+
 
 def allocate(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> Allocation:
     """Return the best number of draft tokens for each row from each source.
@@ -183,8 +211,8 @@ def allocate(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> Alloca
     """
     plain_s = costs.plain()
     shape = (len(offers[0].limits_R), len(offers))
-    slots = _Slots.of(offers)
-    if num_sampling and len(slots.levels_N):
+    if may_pay(offers, num_sampling, costs):
+        slots = _Slots.of(offers)
         taken_N, tokens, seconds = slots.best(num_sampling, costs)
         gain = tokens / seconds * plain_s / num_sampling
         if gain > 1:

@@ -92,6 +92,16 @@ class CostCurve:
         """Return the predicted seconds for one size."""
         return float(self._seconds_N[min(size, self.largest)])
 
+    def least_each(self, largest: int) -> float:
+        """Return the fewest seconds for each unit of the sizes from 1 to *largest*."""
+        sizes = np.arange(1, largest + 1)
+        return float((self.seconds(sizes) / sizes).min())
+
+    def least_further(self, size: int, most: int) -> float:
+        """Return the fewest seconds, at least 0, by which up to *most* units more than *size* take longer, for each."""
+        further = np.arange(1, most + 1)
+        return max(0.0, float(((self.seconds(size + further) - self.at(size)) / further).min()))
+
     def observe(self, size: int, seconds: float) -> None:
         """Correct the curve by a round of *size* that took *seconds*."""
         size = min(size, self.largest)
