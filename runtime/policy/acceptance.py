@@ -86,6 +86,14 @@ class RequestAcceptance:
         self.accepted = REQUEST_MEMORY * self.accepted + accepted
         self.expected = REQUEST_MEMORY * self.expected + expected
 
+    def factor(self, mean: float) -> float:
+        """Return how much better or worse than expected the odds of its draft tokens were; *mean* is usual for all."""
+        if not self.tried:
+            return 1.0
+        trials = self.tried + REQUEST_PRIOR
+        found, usual = ((count + REQUEST_PRIOR * mean) / trials for count in (self.accepted, self.expected))
+        return _odds(found) / _odds(usual)
+
 
 @dataclass(frozen=True)
 class DecodingRow:
@@ -206,20 +214,15 @@ class AcceptanceModel:
 
         The odds of the method's rates are multiplied by how much better or worse the request did than expected.
         """
-        seen_R3 = np.array([(one.tried, one.accepted, one.expected) for one in requests], np.float64).reshape(-1, 3)
-        tried_R, accepted_R, expected_R = (seen_R3[:, column] for column in range(3))
         mean = float(self._rates_D[0])
-        trials_R = tried_R + REQUEST_PRIOR
-        found_R = (accepted_R + REQUEST_PRIOR * mean) / trials_R
-        usual_R = (expected_R + REQUEST_PRIOR * mean) / trials_R
-        factor_R = _odds(found_R) / _odds(usual_R)
-        odds_RD = _odds(self._rates_D)[None, :] * factor_R[:, None]
-        survival_RD: Floats = np.cumprod(odds_RD / (1 + odds_RD), axis=1, dtype=np.float64)
+        factor_R1 = np.array([[one.factor(mean)] for one in requests])
+        odds_RD = np.array([_odds(rate) for rate in self._rates_D.tolist()]) * factor_R1
+        survival_RD: Floats = np.cumprod(odds_RD / (1 + odds_RD), axis=1)
         return survival_RD
 
 
-def _odds(rates: Floats) -> Floats:
-    kept = np.clip(rates, 1e-4, 1 - 1e-4)
+def _odds(rate: float) -> float:
+    kept = min(max(rate, 1e-4), 1 - 1e-4)
     return kept / (1 - kept)
 
 

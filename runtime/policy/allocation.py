@@ -210,14 +210,14 @@ def allocate(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> Alloca
         costs: of the round.
     """
     plain_s = costs.plain()
-    shape = (len(offers[0].limits_R), len(offers))
     if may_pay(offers, num_sampling, costs):
         slots = _Slots.of(offers)
         taken_N, tokens, seconds = slots.best(num_sampling, costs)
         gain = tokens / seconds * plain_s / num_sampling
         if gain > 1:
+            shape = (len(offers), *offers[0].survival_RD.shape)
             return Allocation(slots.count(taken_N, shape), tokens, seconds, gain)
-    return Allocation(np.zeros(shape, np.int64), num_sampling, plain_s, 1.0)
+    return Allocation(np.zeros((len(offers[0].limits_R), len(offers)), np.int64), num_sampling, plain_s, 1.0)
 
 
 @dataclass(frozen=True)
@@ -225,44 +225,44 @@ class _Slots:
     """Slots in the order in which they are taken.
 
     Attributes:
-        place_NP: row and source of each.
+        place_N: where each is in an array of all slots there could be, `[S, R, D]`, flat.
         levels_N: levels of the worker's drafts that it needs, 0 if it is looked up.
-        sums_NF: what adds up: accepted tokens, tokens scored, rows looked up, rows the worker drafts for, and the
+        sums_FN: what adds up: accepted tokens, tokens scored, rows looked up, rows the worker drafts for, and the
             logarithms of the probabilities that nothing is drafted, and nothing by the worker.
     """
 
-    place_NP: Ints
+    place_N: Ints
     levels_N: Ints
-    sums_NF: Floats
+    sums_FN: Floats
 
     @staticmethod
     def of(offers: Seq[Offer]) -> "_Slots":
-        asked_R = np.ones(len(offers[0].limits_R))  # the probability that no source before had a draft
-        worth, places, levels, sums = [], [], [], []
+        shape = (len(offers), *offers[0].survival_RD.shape)
+        worth_SRD, levels_SRD, sums_FSRD = np.empty(shape), np.zeros(shape, np.int64), np.zeros((6, *shape))
+        asked_R = np.ones(shape[1])  # the probability that no source before had a draft
+        depth_D = np.arange(1, shape[2] + 1)
         for source, one in enumerate(offers):
-            row_N, depth_N = np.nonzero(np.arange(len(one.drafted_D))[None, :] < one.limits_R[:, None])
+            earned_RD, scored_RD, looked_RD, drafting_RD, nothing_RD, idle_RD = sums_FSRD[:, source]
+            np.multiply(asked_R[:, None], one.survival_RD, out=earned_RD)
+            np.multiply(asked_R[:, None], one.drafted_D, out=scored_RD)
+            nothing_RD[:, 0] = np.log(np.maximum(1 - scored_RD[:, 0], NEVER))
+            if one.is_worker:
+                drafting_RD[:, 0], idle_RD[:, 0] = asked_R, np.log(np.maximum(1 - asked_R, NEVER))
+                levels_SRD[source] = depth_D
+            elif not one.is_free:
+                looked_RD[:, 0] = asked_R
             worth_RD = np.minimum.accumulate(one.survival_RD / one.drafted_D, axis=1)
-            asked_N, is_first_N = asked_R[row_N], depth_N == 0
-            scored_N = asked_N * one.drafted_D[depth_N]
-            rows_N = asked_N * is_first_N
-            nothing_N, idle_N = (
-                np.where(is_first_N, np.log(np.maximum(1 - each_N, NEVER)), 0.0) for each_N in (scored_N, rows_N)
-            )
-            by_N = rows_N * (not one.is_worker and not one.is_free), rows_N * one.is_worker
-            earned_N = asked_N * one.survival_RD[row_N, depth_N]
-            worth.append(worth_RD[row_N, depth_N])
-            places.append(np.stack((row_N, np.full(len(row_N), source)), axis=1))
-            levels.append(depth_N + 1 if one.is_worker else 0 * depth_N)
-            sums.append(np.stack((earned_N, scored_N, *by_N, nothing_N, idle_N * one.is_worker), axis=1))
+            worth_SRD[source] = np.where(depth_D <= one.limits_R[:, None], worth_RD, -1.0)
             asked_R = np.where(one.limits_R > 0, asked_R * (1 - one.drafted_D[0]), asked_R)
-        order_N = np.argsort(-np.concatenate(worth), kind="stable")  # a row's slots of one source stay in order
-        return _Slots(*(np.concatenate(each)[order_N] for each in (places, levels, sums)))
+        order_N = np.argsort(-worth_SRD, axis=None, kind="stable")  # a row's slots of one source stay in order
+        place_N = order_N[: np.count_nonzero(worth_SRD >= 0)]
+        return _Slots(place_N, levels_SRD.ravel()[place_N], sums_FSRD.reshape(6, -1)[:, place_N])
 
     def best(self, num_sampling: int, costs: RoundCosts) -> tuple[Flags, float, float]:
         """Return which slots have the highest rate, whatever the levels, and the tokens and the seconds with them."""
-        levels_L = np.unique(self.levels_N)
+        levels_L = np.flatnonzero(np.bincount(self.levels_N))
         is_within_LN = self.levels_N <= levels_L[:, None]
-        sums_FLN = np.cumsum(np.where(is_within_LN, self.sums_NF.T[:, None], 0.0), axis=2)
+        sums_FLN = np.cumsum(self.sums_FN[:, None] * is_within_LN, axis=2)
         earned_LN, scored_LN, looked_LN, drafting_LN, nothing_LN, idle_LN = sums_FLN
         tokens_LN = num_sampling + earned_LN
         seconds_LN = costs.scoring(scored_LN, nothing_LN)
@@ -276,10 +276,11 @@ class _Slots:
         is_taken_N = is_within_LN[level] & (np.arange(len(self.levels_N)) <= index)
         return is_taken_N, float(tokens_LN[level, index]), float(seconds_LN[level, index])
 
-    def count(self, is_taken_N: Flags, shape: tuple[int, int]) -> Ints:
-        """Return how many slots are taken of each row and source, `[R, S]`."""
-        taken_RS = np.zeros(shape, np.int64)
-        np.add.at(taken_RS, tuple(self.place_NP[is_taken_N].T), 1)
+    def count(self, is_taken_N: Flags, shape: tuple[int, int, int]) -> Ints:
+        """Return how many slots are taken of each row and source, `[R, S]`; *shape* is that of all, `[S, R, D]`."""
+        is_taken_SRD = np.zeros(shape, np.int64)
+        is_taken_SRD.ravel()[self.place_N[is_taken_N]] = 1
+        taken_RS: Ints = is_taken_SRD.sum(axis=2).T
         return taken_RS
 
 

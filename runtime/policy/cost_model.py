@@ -63,8 +63,9 @@ class CostCurve:
         known = measured or UNMEASURED_S
         sizes = np.array(sorted(known), np.float64)
         seconds = np.array([max(known[int(size)], 1e-9) for size in sizes])
-        at = np.arange(largest + 1)
-        base_N = np.where(at > sizes[-1], seconds[-1] * at / sizes[-1], np.interp(at, sizes, seconds))
+        self._size_N = np.arange(largest + 1, dtype=np.float64)
+        proportional_N = seconds[-1] * self._size_N / sizes[-1]
+        base_N = np.where(self._size_N > sizes[-1], proportional_N, np.interp(self._size_N, sizes, seconds))
         self._log_base_N = np.log(np.maximum(base_N, 1e-9))
         self._bin_N = _bins(largest)
         num_bins = int(self._bin_N[-1]) + 1
@@ -83,10 +84,9 @@ class CostCurve:
         return seconds_N
 
     def between(self, size_N: Floats) -> Floats:
-        """Return the predicted seconds for each expected size."""
-        below_N = size_N.astype(np.int64)
-        seconds_N = self.seconds(below_N)
-        return seconds_N + (size_N - below_N) * (self.seconds(below_N + 1) - seconds_N)
+        """Return the predicted seconds for each expected size, of any shape."""
+        seconds_N: Floats = np.interp(size_N, self._size_N, self._seconds_N)
+        return seconds_N
 
     def at(self, size: int) -> float:
         """Return the predicted seconds for one size."""
