@@ -265,7 +265,7 @@ class AdaptivePolicy:
         may_read = self.current > 0 and self._costs.reading.is_pending
         if self._is_trying or self._warming.is_on or may_read:
             return
-        if self.current == 0 and not self._sources.predicts:
+        if self.current == 0 and not (self._sources.predicts and self._idle.is_predicted):
             self._idle.start(learns=False, num_decided=self._num_running)
         elif step.plan.decodes:
             self._idle.start(learns=self._switch.is_on)

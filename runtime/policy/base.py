@@ -197,6 +197,7 @@ class IdleRounds:
         rounds: tokens and seconds of those since `end` was called last.
         learnt: the last steps of them, of which acceptance is learnt: with many rows, one step shows enough.
         num_prompt_tokens: what they read of prompts.
+        is_predicted: whether a request had a prediction when `end` was called last.
     """
 
     def __init__(self, *paces: Pace) -> None:
@@ -230,7 +231,7 @@ class IdleRounds:
         for pace in self._paces:
             pace.skip(self.num_rounds)
         self.is_on = False
-        self._load = _load(running)
+        self._load, self.is_predicted = _load(running), _are_predicted(running)
         self._num_left = self._num_decided = self.num_prompt_tokens = 0
         self.rounds = []
         self.learnt = deque(maxlen=0)
@@ -238,7 +239,8 @@ class IdleRounds:
     def start(self, *, learns: bool, num_decided: int = 0) -> None:
         """Let the next rounds be idle until work is due, or sequences come or leave.
 
-        These may where it was decided for *num_decided* sequences that there are no draft tokens.
+        These may where it was decided for *num_decided* sequences that there are no draft tokens, until a request comes
+        with a prediction.
         """
         self._num_left = min([pace.num_left for pace in self._paces])
         self._num_decided = num_decided
@@ -255,7 +257,7 @@ class IdleRounds:
         return self.is_on
 
     def _is_same_load(self, running: Seq[Sequence]) -> bool:
-        if self._num_decided:
+        if self._num_decided and not _are_predicted(running):
             return not is_other_load(self._num_decided, len(running))
         return _load(running) == self._load
 
@@ -283,6 +285,10 @@ class Warming:
         if num_rounds and drafts != self._drafts:
             self._num_alike, self._drafts = 0, drafts
         self._num_alike += num_rounds
+
+
+def _are_predicted(running: Seq[Sequence]) -> bool:
+    return any(one.request.prediction_token_ids for one in running)
 
 
 def _load(running: Seq[Sequence]) -> tuple[int, int]:

@@ -101,6 +101,13 @@ def test_without_draft_tokens_requests_come_and_leave_in_idle_rounds() -> None:
         idle.add(step)
     assert idle.num_prompt_tokens == 21
     assert not idle.goes_on(rows[:6])  # another load than it was decided for
+    idle.end(rows[:4])
+    idle.start(learns=False, num_decided=4)
+    assert not idle.is_predicted
+    predicted = [*rows[1:4], decoding(9, prediction_token_ids=(1,))]
+    assert not idle.goes_on(predicted)  # a prediction may pay
+    idle.end(predicted)
+    assert idle.is_predicted
 
 
 def test_sequences_that_start_make_another_load() -> None:
