@@ -188,9 +188,10 @@ class Offer:
 
 
 def may_pay(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> bool:
-    """Return False if no draft tokens pay, where that is seen without a search: see `allocate`.
+    """Return False if no draft tokens pay, where a bound shows it without a search, as it mostly does with many rows.
 
-    A draft token earns for each row at most what it does for the best one. With many rows it is mostly seen.
+    In the bound, tokens of all rows are accepted as often as those of the best one, and each takes the fewest seconds
+    that any number of tokens takes for each; so does each row of drafting. For the arguments see `allocate`.
     """
     num_slots = sum([int(one.limits_R.sum()) for one in offers])
     if not (num_sampling and num_slots):
