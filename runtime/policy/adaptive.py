@@ -67,7 +67,7 @@ class AdaptivePolicy:
         self._typical = (limit,) * len(sources)  # for sequences that came after the last decision
         self._first = FirstRounds(limit)
         self._deciding, self._learning = Pace(), Pace()
-        self._idle = IdleRounds(self._deciding, self._learning)
+        self._idle = IdleRounds(self._deciding, self._learning, predicts=sources.predicts)
         self._num_kept = self._num_running = 0  # rounds since the last decision, and sequences at it
         self._starting, self._warming = Starting(), Warming()
         self._learns = True  # from this round
@@ -265,7 +265,7 @@ class AdaptivePolicy:
         may_read = self.current > 0 and self._costs.reading.is_pending
         if self._is_trying or self._warming.is_on or may_read:
             return
-        if self.current == 0 and not (self._sources.predicts and self._idle.is_predicted):
+        if self.current == 0 and not self._idle.is_predicted:
             self._idle.start(learns=False, num_decided=self._num_running)
         elif step.plan.decodes:
             self._idle.start(learns=self._switch.is_on)

@@ -216,8 +216,7 @@ def allocate(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> Alloca
         taken_N, tokens, seconds = slots.best(num_sampling, costs)
         gain = tokens / seconds * plain_s / num_sampling
         if gain > 1:
-            shape = (len(offers), *offers[0].survival_RD.shape)
-            return Allocation(slots.count(taken_N, shape), tokens, seconds, gain)
+            return Allocation(slots.count(taken_N), tokens, seconds, gain)
     return Allocation(np.zeros((len(offers[0].limits_R), len(offers)), np.int64), num_sampling, plain_s, 1.0)
 
 
@@ -226,12 +225,13 @@ class _Slots:
     """Slots in the order in which they are taken.
 
     Attributes:
-        place_N: where each is in an array of all slots there could be, `[S, R, D]`, flat.
+        shape, place_N: that of an array of all slots there could be, `[S, R, D]`, and where each is in it, flat.
         levels_N: levels of the worker's drafts that it needs, 0 if it is looked up.
         sums_FN: what adds up: accepted tokens, tokens scored, rows looked up, rows the worker drafts for, and the
             logarithms of the probabilities that nothing is drafted, and nothing by the worker.
     """
 
+    shape: tuple[int, int, int]
     place_N: Ints
     levels_N: Ints
     sums_FN: Floats
@@ -257,7 +257,7 @@ class _Slots:
             asked_R = np.where(one.limits_R > 0, asked_R * (1 - one.drafted_D[0]), asked_R)
         order_N = np.argsort(-worth_SRD, axis=None, kind="stable")  # a row's slots of one source stay in order
         place_N = order_N[: np.count_nonzero(worth_SRD >= 0)]
-        return _Slots(place_N, levels_SRD.ravel()[place_N], sums_FSRD.reshape(6, -1)[:, place_N])
+        return _Slots(shape, place_N, levels_SRD.ravel()[place_N], sums_FSRD.reshape(6, -1)[:, place_N])
 
     def best(self, num_sampling: int, costs: RoundCosts) -> tuple[Flags, float, float]:
         """Return which slots have the highest rate, whatever the levels, and the tokens and the seconds with them."""
@@ -277,9 +277,9 @@ class _Slots:
         is_taken_N = is_within_LN[level] & (np.arange(len(self.levels_N)) <= index)
         return is_taken_N, float(tokens_LN[level, index]), float(seconds_LN[level, index])
 
-    def count(self, is_taken_N: Flags, shape: tuple[int, int, int]) -> Ints:
-        """Return how many slots are taken of each row and source, `[R, S]`; *shape* is that of all, `[S, R, D]`."""
-        is_taken_SRD = np.zeros(shape, np.int64)
+    def count(self, is_taken_N: Flags) -> Ints:
+        """Return how many slots are taken of each row and source, `[R, S]`."""
+        is_taken_SRD = np.zeros(self.shape, np.int64)
         is_taken_SRD.ravel()[self.place_N[is_taken_N]] = 1
         taken_RS: Ints = is_taken_SRD.sum(axis=2).T
         return taken_RS

@@ -197,11 +197,11 @@ class IdleRounds:
         rounds: tokens and seconds of those since `end` was called last.
         learnt: the last steps of them, of which acceptance is learnt: with many rows, one step shows enough.
         num_prompt_tokens: what they read of prompts.
-        is_predicted: whether a request had a prediction when `end` was called last.
+        is_predicted: whether a request had a prediction to follow when `end` was called last.
     """
 
-    def __init__(self, *paces: Pace) -> None:
-        self._paces = paces
+    def __init__(self, *paces: Pace, predicts: bool = False) -> None:
+        self._paces, self._predicts = paces, predicts
         self.rounds: list[tuple[int, float]] = []
         self.learnt: deque[FinishedStep]
         self.end(())
@@ -231,7 +231,7 @@ class IdleRounds:
         for pace in self._paces:
             pace.skip(self.num_rounds)
         self.is_on = False
-        self._load, self.is_predicted = _load(running), _are_predicted(running)
+        self._load, self.is_predicted = _load(running), self._are_predicted(running)
         self._num_left = self._num_decided = self.num_prompt_tokens = 0
         self.rounds = []
         self.learnt = deque(maxlen=0)
@@ -257,9 +257,12 @@ class IdleRounds:
         return self.is_on
 
     def _is_same_load(self, running: Seq[Sequence]) -> bool:
-        if self._num_decided and not _are_predicted(running):
+        if self._num_decided and not self._are_predicted(running):
             return not is_other_load(self._num_decided, len(running))
         return _load(running) == self._load
+
+    def _are_predicted(self, running: Seq[Sequence]) -> bool:
+        return self._predicts and any(one.request.prediction_token_ids for one in running)
 
     def add(self, step: FinishedStep) -> None:
         """Add an idle round."""
@@ -285,10 +288,6 @@ class Warming:
         if num_rounds and drafts != self._drafts:
             self._num_alike, self._drafts = 0, drafts
         self._num_alike += num_rounds
-
-
-def _are_predicted(running: Seq[Sequence]) -> bool:
-    return any(one.request.prediction_token_ids for one in running)
 
 
 def _load(running: Seq[Sequence]) -> tuple[int, int]:

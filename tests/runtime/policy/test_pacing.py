@@ -92,7 +92,7 @@ def test_rounds_are_idle_until_work_is_due_or_the_requests_change() -> None:
 
 def test_without_draft_tokens_requests_come_and_leave_in_idle_rounds() -> None:
     pace, step = Pace(), FinishedStep(RoundPlan(0, [Row(0, 0, 7, 7), Row(1, 4, 1, 5)]), [], 2, 0.0, 0.01)
-    idle, rows = IdleRounds(pace), [decoding(key) for key in range(6)]
+    idle, rows = IdleRounds(pace, predicts=True), [decoding(key) for key in range(6)]
     pace.done(0.08, 1.0, Share(0.01, 64))
     idle.end(rows[:4])
     idle.start(learns=False, num_decided=4)
@@ -108,6 +108,10 @@ def test_without_draft_tokens_requests_come_and_leave_in_idle_rounds() -> None:
     assert not idle.goes_on(predicted)  # a prediction may pay
     idle.end(predicted)
     assert idle.is_predicted
+    worker_alone = IdleRounds(pace)  # follows no predictions
+    worker_alone.end(rows[:4])
+    worker_alone.start(learns=False, num_decided=4)
+    assert worker_alone.goes_on(predicted)
 
 
 def test_sequences_that_start_make_another_load() -> None:
