@@ -12,8 +12,9 @@ from demo import pair
 from demo.train import new_draft
 
 DEMO, HEADERS, RANDOM, MIXED = "demo prompts", "C headers", "random tokens", "mixed"
-UNPREDICTABLE = SamplingSettings(2.0)
-"""At this temperature hardly any draft token is right."""
+UNPREDICTABLE = SamplingSettings(1.2)
+"""The temperature at which fewest draft tokens are right. At higher ones both models' distributions are flat, and the
+noise that they share decides."""
 PROMPT_TOKENS, NUM_RANDOM, SEED = 48, 128, 0
 
 

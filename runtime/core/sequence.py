@@ -119,9 +119,13 @@ class Sequence:
         """Most levels of a draft: one fewer than the tokens still to come, to which the target adds one of its own."""
         return self.max_len - len(self.token_ids) - 1
 
-    def most_drafts(self, k: int, *, may_branch: bool) -> int:
-        """Return *k* draft tokens, or fewer if the request wants fewer, or a chain has no more levels."""
-        request, depth = self.request, self.depth
+    def most_drafts(self, k: int, *, may_branch: bool, at_first: bool = False) -> int:
+        """Return *k* draft tokens, or fewer if the request wants fewer, or a chain has no more levels.
+
+        That is now, or *at_first*, when the first output token was known.
+        """
+        request = self.request
+        depth = self.max_len - len(request.prompt_token_ids) - 2 if at_first else self.depth
         if not request.speculate or depth <= 0:
             return 0
         most = k if request.num_speculative_tokens is None else min(request.num_speculative_tokens, k)

@@ -97,7 +97,10 @@ class RequestAcceptance:
 
 @dataclass(frozen=True)
 class DecodingRow:
-    """A decoding row: its most draft tokens from each source, and what drafts of each showed for its request so far."""
+    """A decoding row: its most draft tokens from each source, and what drafts of each showed for its request so far.
+
+    How many tokens the request has left makes no difference: a decision lasts for longer than its last rounds.
+    """
 
     limits: tuple[int, ...]
     acceptances: tuple[RequestAcceptance, ...]
@@ -119,7 +122,7 @@ class DecodingRows:
 
     def __init__(self, limit: int, sources: Sources, *, may_branch: bool) -> None:
         self._limit, self._sources, self._may_branch = limit, sources, may_branch
-        self._rows: dict[int, tuple[int, DecodingRow]] = {}  # as they were last, by the sequence's key
+        self._rows: dict[int, DecodingRow] = {}  # by the sequence's key
 
     def are_newly_predicted(self, running: Seq[Sequence], decided: Container[int]) -> bool:
         """Whether a request of *running* has a prediction, and its key is not among those that were *decided* on."""
@@ -134,13 +137,14 @@ class DecodingRows:
         return {sequence.key: self._row(sequence) for sequence in running if sequence.is_decoding}
 
     def _row(self, sequence: Sequence) -> DecodingRow:
-        limit = sequence.most_drafts(self._limit, may_branch=self._may_branch)
-        before, row = self._rows.get(sequence.key, (None, None))
-        if row is None or before != limit:
+        row = self._rows.get(sequence.key)
+        if row is None:
+            limit = sequence.most_drafts(self._limit, may_branch=self._may_branch, at_first=True)
             may_draft = [self._sources.may_draft(source, sequence.request) for source in range(len(self._sources))]
-            acceptances = tuple([RequestAcceptance() for _ in may_draft]) if row is None else row.acceptances
-            row = DecodingRow(tuple([limit * may for may in may_draft]), acceptances)
-            self._rows[sequence.key] = limit, row
+            row = DecodingRow(
+                tuple([limit * may for may in may_draft]), tuple([RequestAcceptance() for _ in may_draft])
+            )
+            self._rows[sequence.key] = row
         return row
 
 

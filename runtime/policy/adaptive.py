@@ -247,9 +247,10 @@ class AdaptivePolicy:
         if self._idle.is_on:
             self._idle.add(step)
             return
-        self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
-        if self._switch.is_on and step.plan.decodes and not self._warming.is_on:
-            self._calibration.observe(len(step.plan.rows), step.num_tokens, step.seconds)
+        if step.plan.decodes:
+            self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
+            if self._switch.is_on and not self._warming.is_on:
+                self._calibration.observe(len(step.plan.rows), step.num_tokens, step.seconds)
         spent_s = self._begin_s
         if self._learns:
             began = self._clock()
@@ -262,8 +263,7 @@ class AdaptivePolicy:
         if not self._switch.is_on:
             self._trials.spend(spent_s)
         self._costs.observe_reading(step, self.current)
-        may_read = self.current > 0 and self._costs.reading.is_pending
-        if self._is_trying or self._warming.is_on or may_read:
+        if self._is_trying or self._warming.is_on or (self.current > 0 and self._costs.reading.is_pending):
             return
         if self.current == 0 and not self._idle.is_predicted:
             self._idle.start(learns=False, num_decided=self._num_running)

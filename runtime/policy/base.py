@@ -126,7 +126,7 @@ class Share(NamedTuple):
 
 DECIDING = Share(0.003, 64), Share(0.0005, 256)
 """How often it is decided how many draft tokens there are, with draft tokens and without."""
-LEARNING = Share(0.003, 16), Share(0.0005, 128)
+LEARNING = Share(0.003, 64), Share(0.0005, 128)
 """How often acceptance and costs are learnt, with draft tokens and without."""
 
 

@@ -202,6 +202,7 @@ class Resuming:
     """When draft tokens come back after rounds without, while speculation is on.
 
     That is once they would have saved what the draft reads first (see `Switch`): a load of few rows may end before.
+    What one round saves is not worth deciding once more.
 
     Attributes:
         num_held: for how many rounds they are held back; 0: they are not.
@@ -223,7 +224,7 @@ class Resuming:
         """
         self._missed_s += num_rounds * self._gain_s
         missing_s = catch_up_s - self._missed_s
-        self.num_held = math.ceil(missing_s / gain_s) if gain_s > 0 and missing_s > 0 else 0
+        self.num_held = math.ceil(missing_s / gain_s) if 0 < gain_s <= missing_s else 0
         self._gain_s = gain_s if self.num_held else 0.0
         self._missed_s = self._missed_s if self.num_held else 0.0
         return self.num_held > 0

@@ -282,3 +282,15 @@ def test_chance_in_the_drafts_of_one_request_does_not_turn_it_off() -> None:
     assert mean(rates) >= 0.98 * fixed_rate(1, [0.5], target, draft)
     assert rates[0] >= 0.97 * fixed_rate(1, [0.5], target, draft)
     assert min(rates) >= 0.96 * fixed_rate(1, [0.5], target, draft)
+
+
+def test_what_is_decided_in_the_last_round_of_a_request_is_good_for_the_next_one() -> None:
+    simulation = adaptive(flat, warmed_up(flat))
+    simulation.run([0.9], 500)
+    policy, ending, new = simulation.policy, decoding(1), decoding(2)
+    k = policy.num_draft_tokens(new)
+    ending.token_ids.extend([1] * ending.depth)
+    ending.num_computed = len(ending.token_ids) - 1
+    policy.begin_step([ending])
+    assert policy.num_draft_tokens(ending) == 0
+    assert policy.num_draft_tokens(new) == k > 0

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from protos.messages import RoundPlan, Row
+from protos.messages import RoundPlan, Row, Verdict
 from runtime.core.sequence import Sequence
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share, Starting
@@ -135,3 +135,20 @@ def test_acceptance_is_learnt_of_rounds_in_which_nothing_is_done() -> None:
         return simulation.run([0.45], 300) / best_fixed([0.45], flat, cheap)
 
     assert mean(of_best(seed) for seed in range(4)) > 0.87
+
+
+def test_prompts_make_the_share_of_the_time_for_work_no_larger() -> None:
+    """Rounds with prompts are long: what they allowed would mostly be spent in the rounds after them."""
+
+    def num_readings(prompt_s: float) -> int:
+        """Return how often the clock is read in 100 requests, the prompt of each of which takes *prompt_s*."""
+        ticks, model = count(), RoundCostModel(warmed_up(flat), LIMIT + 1, 1, LIMIT)
+        policy = AdaptivePolicy(LIMIT, ChainChooser(LIMIT), model, clock=lambda: 0.00005 * next(ticks))
+        simulation, prompt = Simulation(policy, flat, cheap), RoundPlan(0, [Row(0, 0, 64, 64)])
+        for _ in range(100):
+            policy.begin_step([decoding(0)])
+            policy.end_step(FinishedStep(prompt, [Verdict(0, (1,), 0, ())], 1, 0.0, prompt_s))
+            simulation.run([0.9], 24)
+        return next(ticks)
+
+    assert num_readings(1.0) < 1.1 * num_readings(0.004)

@@ -50,6 +50,7 @@ def test_draft_tokens_come_back_once_they_would_have_saved_what_the_draft_reads_
     assert num_held(0.012, 0.004, 64) == 3
     assert num_held(0.012, 0.004, 3) == 0
     assert num_held(0.0, 0.004, 3) == 0  # the draft has read all
+    assert num_held(0.003, 0.004, 3) == 0  # less than one round saves
     assert num_held(0.012, 0.004, 64) == 3
     resuming.clear()
     assert resuming.num_held == 0
