@@ -19,6 +19,9 @@ LEARNT_ROWS = 32
 """Acceptance is learnt of idle rounds with at most so many rows together."""
 OTHER_LOAD = 1.5
 """It is another load where the number of sequences rose or fell by this factor."""
+SETTLING_ROUNDS = 8
+"""Without draft tokens another load is no reason to decide in so many rounds: while requests come or leave together,
+there is one after another."""
 
 
 def is_other_load(before: int, now: int) -> bool:
@@ -186,8 +189,8 @@ class Starting:
 class IdleRounds:
     """Rounds in which a policy has nothing to do. They are learnt of later.
 
-    With draft tokens they are of the same requests, which all decode. Without, requests may come and leave, but for
-    another load. Steps hold many objects, so only those that are learnt of are kept.
+    With draft tokens they are of the same requests, which all decode. Without, requests may come and leave, until it
+    has been another load for a while. Steps hold many objects, so only those that are learnt of are kept.
 
     Args:
         paces: of the policy's work. None of it is due in such rounds.
@@ -232,7 +235,7 @@ class IdleRounds:
             pace.skip(self.num_rounds)
         self.is_on = False
         self._load, self.is_predicted = _load(running), self._are_predicted(running)
-        self._num_left = self._num_decided = self.num_prompt_tokens = 0
+        self._num_left = self._num_decided = self._num_other = self.num_prompt_tokens = 0
         self.rounds = []
         self.learnt = deque(maxlen=0)
 
@@ -258,7 +261,8 @@ class IdleRounds:
 
     def _is_same_load(self, running: Seq[Sequence]) -> bool:
         if self._num_decided and not self._are_predicted(running):
-            return not is_other_load(self._num_decided, len(running))
+            self._num_other = self._num_other + 1 if is_other_load(self._num_decided, len(running)) else 0
+            return self._num_other <= SETTLING_ROUNDS
         return _load(running) == self._load
 
     def _are_predicted(self, running: Seq[Sequence]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from protos.messages import RoundPlan, Row, Verdict
 from runtime.core.sequence import Sequence
 from runtime.policy.adaptive import AdaptivePolicy
-from runtime.policy.base import FinishedStep, IdleRounds, Pace, Share, Starting
+from runtime.policy.base import SETTLING_ROUNDS, FinishedStep, IdleRounds, Pace, Share, Starting
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.round_costs import RoundCostModel
 from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, flat, warmed_up
@@ -93,14 +93,17 @@ def test_rounds_are_idle_until_work_is_due_or_the_requests_change() -> None:
 def test_without_draft_tokens_requests_come_and_leave_in_idle_rounds() -> None:
     pace, step = Pace(), FinishedStep(RoundPlan(0, [Row(0, 0, 7, 7), Row(1, 4, 1, 5)]), [], 2, 0.0, 0.01)
     idle, rows = IdleRounds(pace, predicts=True), [decoding(key) for key in range(6)]
-    pace.done(0.08, 1.0, Share(0.01, 64))
+    pace.done(0.32, 1.0, Share(0.01, 64))
     idle.end(rows[:4])
     idle.start(learns=False, num_decided=4)
     for running in (rows[:4], rows[1:4], rows[1:6]):
         assert idle.goes_on(running)
         idle.add(step)
     assert idle.num_prompt_tokens == 21
-    assert not idle.goes_on(rows[:6])  # another load than it was decided for
+    assert all(idle.goes_on(rows[:6]) for _ in range(SETTLING_ROUNDS))
+    assert idle.goes_on(rows[:4])
+    assert all(idle.goes_on(rows[:6]) for _ in range(SETTLING_ROUNDS))
+    assert not idle.goes_on(rows[:6])  # it stays another load than it was decided for
     idle.end(rows[:4])
     idle.start(learns=False, num_decided=4)
     assert not idle.is_predicted
