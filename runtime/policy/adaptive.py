@@ -16,17 +16,16 @@ from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import WORKER_ALONE, DecodingRow, DecodingRows, Sources
 from runtime.policy.allocation import Calibration
-from runtime.policy.base import DECIDING, LEARNING, FinishedStep, IdleRounds, Pace, Starting, Warming, is_other_load
+from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, chosen_of_predictions, record
 from runtime.policy.cost_model import Ints
 from runtime.policy.exploration import EXPLORED_ROUNDS, Exploration, loss
+from runtime.policy.pacing import DECIDING, LEARNING, DecidedLoad, IdleRounds, Pace, Starting, Warming
 from runtime.policy.round_costs import RoundCostModel, describe
-from runtime.policy.switching import SMOOTHING, FirstRounds, Resuming, Switch, Trials
+from runtime.policy.switching import SMOOTHING, TRIAL_TOKENS, FirstRounds, Resuming, Switch, Trials
 
 logger = logging.getLogger(__name__)
 
-TRIAL_TOKENS = 2
-"""Draft tokens of a row in a trial."""
 AGED, AGED_OFF = 0.8, 0.25
 """Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
 
@@ -68,11 +67,10 @@ class AdaptivePolicy:
         self._first = FirstRounds(limit)
         self._deciding, self._learning = Pace(), Pace()
         self._idle = IdleRounds(self._deciding, self._learning, predicts=sources.predicts)
-        self._num_kept = self._num_running = 0  # rounds since the last decision, and sequences at it
-        self._starting, self._warming = Starting(), Warming()
-        self._learns = True  # from this round
-        self._catch_up_s = 0.0  # by switching on
-        self._round_s = self._begin_s = self._decide_s = 0.0  # of a round, smoothed; spent on this one
+        self._num_kept, self._decided = 0, DecidedLoad()  # rounds since the last decision, and what it was for
+        self._starting, self._warming, self._learns = Starting(), Warming(), True
+        # Seconds that switching on would take, those of a round, smoothed, and those spent on this one.
+        self._catch_up_s = self._round_s = self._begin_s = self._decide_s = 0.0
 
     @property
     def current(self) -> int:
@@ -102,7 +100,7 @@ class AdaptivePolicy:
         began = self._clock()
         self._end_idle(running)
         self._decide_s = 0.0
-        if is_other_load(self._num_running, len(running)) or self._rows.are_newly_predicted(running, self._chosen):
+        if self._decided.is_other(running) or self._rows.are_newly_predicted(running, self._chosen):
             self._deciding.advance()
         had_drafts = self.current > 0
         is_kept = not (self._is_trying or self._deciding.is_due)
@@ -120,17 +118,19 @@ class AdaptivePolicy:
 
     def _end_idle(self, running: Seq[Sequence]) -> None:
         """Count the rounds in which nothing was done, before this one of *running*."""
-        num_rounds, is_on = self._idle.num_rounds, self._switch.is_on
-        self._num_kept += num_rounds
-        self._warming.count(drafts=self.current > 0, num_rounds=num_rounds)
-        self._exploration.count(1 + num_rounds, is_on=is_on and self._first.are_over)
-        for num_tokens, seconds in self._idle.rounds if is_on else ():
-            self._calibration.observe(self._idle.num_rows, num_tokens, seconds)
-        for step in self._idle.learnt if is_on and self._by_slot else ():
+        idle, is_on = self._idle, self._switch.is_on
+        self._num_kept += idle.num_rounds
+        self._warming.count(drafts=self.current > 0, num_rounds=idle.num_rounds)
+        self._exploration.count(1 + idle.num_rounds, is_on=is_on and self._first.are_over)
+        for num_tokens, seconds in idle.rounds if is_on else ():
+            self._calibration.observe(idle.num_rows, num_tokens, seconds)
+        for step in idle.learnt if is_on and self._by_slot else ():
             record(self._chooser, step, self._by_slot, self._costs.reading_slots(step, self.current))
-        self._trials.add(self._idle)
-        self._costs.reading.count_idle(self._idle)
-        self._idle.end(running)
+        self._trials.add(idle.num_rounds, idle.seconds)
+        self._costs.reading.count_idle(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
+        if idle.is_renewed:
+            self._deciding.advance()
+        idle.end(running)
 
     def _begin(self, running: Seq[Sequence], *, is_kept: bool) -> None:
         """Decide, unless the last decision is kept, and note what was asked for, where something is learnt from it."""
@@ -139,7 +139,7 @@ class AdaptivePolicy:
             self._use_everywhere(self.limit if self._switch.is_on else 0)
             return
         if not is_kept:
-            self._num_running = len(running)
+            self._decided = DecidedLoad.of(running)
             self._catch_up_s = 0.0 if self.current else self._costs.reading.catch_up_s(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
         if self._learns:
@@ -238,7 +238,7 @@ class AdaptivePolicy:
         """See `Policy`."""
         chosen = self._chosen.get(sequence.key, self._typical)
         k = max(chosen) if source is None else chosen[source]
-        if k and self._starting.makes_other_load(sequence, self._num_running):
+        if k and self._starting.makes_other_load(sequence, self._decided.num_running):
             return 0  # these would read their prompts for a number that is about to be decided anew
         return sequence.most_drafts(k, may_branch=self._may_branch)
 
@@ -266,7 +266,7 @@ class AdaptivePolicy:
         if self._is_trying or self._warming.is_on or (self.current > 0 and self._costs.reading.is_pending):
             return
         if self.current == 0 and not self._idle.is_predicted:
-            self._idle.start(learns=False, num_decided=self._num_running)
+            self._idle.start(learns=False, decided=self._decided)
         elif step.plan.decodes:
             self._idle.start(learns=self._switch.is_on)
 

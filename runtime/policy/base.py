@@ -3,25 +3,19 @@
 A policy changes the speed, never the output.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from protos.messages import RoundPlan, StepCosts, Verdict
 from runtime.core.sequence import Sequence
 
 WARMING_ROUNDS = 2
 """Nothing is learnt of so many first rounds with drafts: the draft catches up with the sequences."""
-LEARNT_ROWS = 32
-"""Acceptance is learnt of idle rounds with at most so many rows together."""
 OTHER_LOAD = 1.5
 """It is another load where the number of sequences rose or fell by this factor."""
-SETTLING_ROUNDS = 8
-"""Without draft tokens another load is no reason to decide in so many rounds: while requests come or leave together,
-there is one after another."""
 
 
 def is_other_load(before: int, now: int) -> bool:
@@ -118,182 +112,3 @@ class NoSpeculation:
 
     def revise(self, costs: StepCosts) -> None:
         """Do nothing."""
-
-
-class Share(NamedTuple):
-    """How often work is done: in one round of so many that it takes *of_time* of the time, of *rounds* at most."""
-
-    of_time: float
-    rounds: int
-
-
-DECIDING = Share(0.003, 64), Share(0.0005, 256)
-"""How often it is decided how many draft tokens there are, with draft tokens and without."""
-LEARNING = Share(0.003, 64), Share(0.0005, 128)
-"""How often acceptance and costs are learnt, with draft tokens and without."""
-
-
-class Pace:
-    """In which rounds work is done that takes too long for every round. It is due in the first one."""
-
-    def __init__(self) -> None:
-        self._num_left = 0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is done in this round."""
-        return self._num_left <= 0
-
-    def skip(self, num_rounds: int = 1) -> None:
-        """Count rounds without it."""
-        self._num_left -= num_rounds
-
-    def advance(self) -> None:
-        """Let it be due at once."""
-        self._num_left = 0
-
-    def done(self, seconds: float, round_s: float, share: Share, *, most: int = 0) -> None:
-        """Count a round in which it was done and took *seconds*, where rounds take *round_s*, 0 if that is unknown.
-
-        It is due after *most* rounds at the latest, unless that is 0.
-        """
-        num_left = min(share.rounds - 1, int(seconds / (share.of_time * round_s))) if round_s else 0
-        self._num_left = min(num_left, most) if most else num_left
-
-    @property
-    def num_left(self) -> int:
-        """Rounds until it is due."""
-        return max(0, self._num_left)
-
-
-class Starting:
-    """The sequences that start in a round, which was decided before they came."""
-
-    def __init__(self) -> None:
-        self._keys: set[int] = set()
-        self._num_running = 0
-
-    def begin(self, running: Seq[Sequence]) -> None:
-        """Begin a round of *running*."""
-        self._num_running = len(running)
-        self._keys.clear()
-
-    def makes_other_load(self, sequence: Sequence, num_decided: int) -> bool:
-        """Whether *sequence* starts, and those that did before it make another load than *num_decided* sequences."""
-        if sequence.num_sent_tokens:
-            return False
-        self._keys.add(sequence.key)
-        return num_decided > 0 and is_other_load(num_decided, self._num_running + len(self._keys))
-
-
-class IdleRounds:
-    """Rounds in which a policy has nothing to do. They are learnt of later.
-
-    With draft tokens they are of the same requests, which all decode. Without, requests may come and leave, until it
-    has been another load for a while. Steps hold many objects, so only those that are learnt of are kept.
-
-    Args:
-        paces: of the policy's work. None of it is due in such rounds.
-
-    Attributes:
-        is_on: whether this round is one.
-        rounds: tokens and seconds of those since `end` was called last.
-        learnt: the last steps of them, of which acceptance is learnt: with many rows, one step shows enough.
-        num_prompt_tokens: what they read of prompts.
-        is_predicted: whether a request had a prediction to follow when `end` was called last.
-    """
-
-    def __init__(self, *paces: Pace, predicts: bool = False) -> None:
-        self._paces, self._predicts = paces, predicts
-        self.rounds: list[tuple[int, float]] = []
-        self.learnt: deque[FinishedStep]
-        self.end(())
-
-    @property
-    def num_rounds(self) -> int:
-        """How many there were."""
-        return len(self.rounds)
-
-    @property
-    def num_rows(self) -> int:
-        """Of each, with draft tokens."""
-        return self._load[0]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all of them."""
-        return sum([num_tokens for num_tokens, _ in self.rounds])
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all of them."""
-        return sum([seconds for _, seconds in self.rounds])
-
-    def end(self, running: Seq[Sequence]) -> None:
-        """Begin a round that is none, of *running*."""
-        for pace in self._paces:
-            pace.skip(self.num_rounds)
-        self.is_on = False
-        self._load, self.is_predicted = _load(running), self._are_predicted(running)
-        self._num_left = self._num_decided = self._num_other = self.num_prompt_tokens = 0
-        self.rounds = []
-        self.learnt = deque(maxlen=0)
-
-    def start(self, *, learns: bool, num_decided: int = 0) -> None:
-        """Let the next rounds be idle until work is due, or sequences come or leave.
-
-        These may where it was decided for *num_decided* sequences that there are no draft tokens, until a request comes
-        with a prediction.
-        """
-        self._num_left = min([pace.num_left for pace in self._paces])
-        self._num_decided = num_decided
-        self.learnt = deque(maxlen=learns * LEARNT_ROWS // max(1, self.num_rows))
-
-    def stop(self) -> None:
-        """Let the next round be none."""
-        self._num_left = 0
-
-    def goes_on(self, running: Seq[Sequence]) -> bool:
-        """Count a round, and return whether it is idle."""
-        self._num_left -= 1
-        self.is_on = self._num_left >= 0 and self._is_same_load(running)
-        return self.is_on
-
-    def _is_same_load(self, running: Seq[Sequence]) -> bool:
-        if self._num_decided and not self._are_predicted(running):
-            self._num_other = self._num_other + 1 if is_other_load(self._num_decided, len(running)) else 0
-            return self._num_other <= SETTLING_ROUNDS
-        return _load(running) == self._load
-
-    def _are_predicted(self, running: Seq[Sequence]) -> bool:
-        return self._predicts and any(one.request.prediction_token_ids for one in running)
-
-    def add(self, step: FinishedStep) -> None:
-        """Add an idle round."""
-        self.rounds.append((step.num_tokens, step.seconds))
-        self.num_prompt_tokens += step.num_prompt_tokens
-        self.learnt.append(step)
-
-
-class Warming:
-    """The first rounds with drafts after some without, and the first one without: they take longer than others."""
-
-    def __init__(self) -> None:
-        self._drafts = False
-        self._num_alike = 0  # rounds in a row with drafts, or without
-
-    @property
-    def is_on(self) -> bool:
-        """Whether this round is one."""
-        return self._num_alike <= (WARMING_ROUNDS if self._drafts else 1)
-
-    def count(self, *, drafts: bool, num_rounds: int = 1) -> None:
-        """Count rounds, all of them with *drafts* or all without."""
-        if num_rounds and drafts != self._drafts:
-            self._num_alike, self._drafts = 0, drafts
-        self._num_alike += num_rounds
-
-
-def _load(running: Seq[Sequence]) -> tuple[int, int]:
-    """Return the number of sequences, and the key of the last one: new ones come behind it."""
-    return len(running), running[-1].key if running else -1

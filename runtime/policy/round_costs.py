@@ -9,7 +9,7 @@ from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import WORKER_ALONE, Sources
 from runtime.policy.allocation import RoundCosts
-from runtime.policy.base import FinishedStep, IdleRounds
+from runtime.policy.base import FinishedStep
 from runtime.policy.cost_model import CostCurve
 
 FREE = {1: 0.0}
@@ -105,11 +105,11 @@ class DraftReading:
             self._read = {one.key: len(one.token_ids) for one in running}
         self._num_lacking = self._lacking(running) if drafts and not drafted else 0
 
-    def count_idle(self, idle: IdleRounds) -> None:
-        """Count rounds without drafts."""
-        kept = PROMPTS_KEPT**idle.num_rounds
-        self._num_prompts = kept * self._num_prompts + idle.num_prompt_tokens
-        self._num_answered = kept * self._num_answered + idle.num_tokens
+    def count_idle(self, num_rounds: int, num_prompts: int, num_answered: int) -> None:
+        """Count the tokens of prompts that rounds without drafts read, and those of answers."""
+        kept = PROMPTS_KEPT**num_rounds
+        self._num_prompts = kept * self._num_prompts + num_prompts
+        self._num_answered = kept * self._num_answered + num_answered
 
     def count(self, num_prompts: int, num_answered: int, *, goes_on: bool) -> None:
         """Count the tokens of prompts that a round read, and those of answers; *goes_on* if a row has no draft yet."""

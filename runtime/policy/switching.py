@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from statistics import median
 
-from runtime.policy.base import OTHER_LOAD, WARMING_ROUNDS, IdleRounds, is_other_load
+from runtime.policy.base import OTHER_LOAD, WARMING_ROUNDS, is_other_load
 
 SMOOTHING = 0.2  # weight of the newest round in the smoothed gain
 ON_ABOVE, OFF_BELOW = 1.03, 1.015
@@ -19,6 +19,8 @@ TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.004
 not bring draft tokens back, each of which halves it."""
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
 """A trial drafts in so many rounds in a row."""
+TRIAL_TOKENS = 2
+"""Draft tokens of a row in a trial."""
 MOST_LOST = 2.0
 """A round of a trial that lost more plain rounds, and more than so many times what the median lost, was disturbed."""
 TRIAL_PAUSE = 16
@@ -160,10 +162,10 @@ class Trials:
         """Count *seconds* of the policy's own time."""
         self._saved_s -= seconds
 
-    def add(self, idle: IdleRounds) -> None:
+    def add(self, num_rounds: int, seconds: float) -> None:
         """Count rounds outside of trials."""
-        self._saved_s += self._share * idle.seconds
-        self._pause -= idle.num_rounds
+        self._saved_s += self._share * seconds
+        self._pause -= num_rounds
 
     def prolong(self) -> None:
         """Add a round to a trial: in this one the draft read only."""

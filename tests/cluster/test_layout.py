@@ -11,7 +11,7 @@ MAX_FILES_PER_FOLDER = 20
 MAX_IMPORT_CHAIN = 14
 MAX_LONG_FILES = 3
 MAX_FILES_OF_A_REQUEST = 30
-MAX_FILES_OF_THE_POLICY = 10
+MAX_FILES_OF_THE_POLICY = 11
 
 
 def crowded_folders(root: Path = measures.ROOT) -> dict[str, int]:
