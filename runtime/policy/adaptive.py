@@ -20,7 +20,7 @@ from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, chosen_of_predictions, record
 from runtime.policy.cost_model import Ints
 from runtime.policy.exploration import EXPLORED_ROUNDS, Exploration, loss
-from runtime.policy.pacing import DECIDING, LEARNING, DecidedLoad, IdleRounds, Pace, Starting, Warming
+from runtime.policy.pacing import DECIDING, LEARNING, IdleRounds, Pace, RunningLoad, Starting, Warming
 from runtime.policy.round_costs import RoundCostModel, describe
 from runtime.policy.switching import SMOOTHING, TRIAL_TOKENS, FirstRounds, Resuming, Switch, Trials
 
@@ -67,7 +67,7 @@ class AdaptivePolicy:
         self._first = FirstRounds(limit)
         self._deciding, self._learning = Pace(), Pace()
         self._idle = IdleRounds(self._deciding, self._learning, predicts=sources.predicts)
-        self._num_kept, self._decided = 0, DecidedLoad()  # rounds since the last decision, and what it was for
+        self._num_kept, self._decided = 0, RunningLoad()  # rounds since the last decision, and what it was for
         self._starting, self._warming, self._learns = Starting(), Warming(), True
         # Seconds that switching on would take, those of a round, smoothed, and those spent on this one.
         self._catch_up_s = self._round_s = self._begin_s = self._decide_s = 0.0
@@ -127,7 +127,7 @@ class AdaptivePolicy:
         for step in idle.learnt if is_on and self._by_slot else ():
             record(self._chooser, step, self._by_slot, self._costs.reading_slots(step, self.current))
         self._trials.add(idle.num_rounds, idle.seconds)
-        self._costs.reading.count_idle(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
+        self._costs.reading.count_tokens(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
         if idle.is_renewed:
             self._deciding.advance()
         idle.end(running)
@@ -139,7 +139,7 @@ class AdaptivePolicy:
             self._use_everywhere(self.limit if self._switch.is_on else 0)
             return
         if not is_kept:
-            self._decided = DecidedLoad.of(running)
+            self._decided = RunningLoad.of(running)
             self._catch_up_s = 0.0 if self.current else self._costs.reading.catch_up_s(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
         if self._learns:

@@ -17,16 +17,16 @@ RENEWED_ROUNDS = 64
 decided for may have been hard to predict."""
 
 
-class DecidedLoad(NamedTuple):
-    """What it was last decided for: so many running sequences, of which the last has this key; 0: nothing was."""
+class RunningLoad(NamedTuple):
+    """So many running sequences, of which the last has this key."""
 
     num_running: int = 0
     last_key: int = -1
 
     @staticmethod
-    def of(running: Seq[Sequence]) -> "DecidedLoad":
+    def of(running: Seq[Sequence]) -> "RunningLoad":
         """Return the load of *running*."""
-        return DecidedLoad(len(running), running[-1].key if running else -1)
+        return RunningLoad(len(running), running[-1].key if running else -1)
 
     def is_other(self, running: Seq[Sequence]) -> bool:
         """Whether *running* are another load."""
@@ -153,13 +153,13 @@ class IdleRounds:
         for pace in self._paces:
             pace.skip(self.num_rounds)
         self.is_on = self.is_renewed = False
-        self._load, self.is_predicted = DecidedLoad.of(running), self._are_predicted(running)
-        self._decided: DecidedLoad | None = None
+        self._load, self.is_predicted = RunningLoad.of(running), self._are_predicted(running)
+        self._decided: RunningLoad | None = None
         self._num_left = self._num_other = self.num_prompt_tokens = 0
         self.rounds = []
         self.learnt = deque(maxlen=0)
 
-    def start(self, *, learns: bool, decided: DecidedLoad | None = None) -> None:
+    def start(self, *, learns: bool, decided: RunningLoad | None = None) -> None:
         """Let the next rounds be idle until work is due, or sequences come or leave.
 
         These may where it was *decided* for a load that there are no draft tokens, until a request comes with a
@@ -181,7 +181,7 @@ class IdleRounds:
 
     def _is_same_load(self, running: Seq[Sequence]) -> bool:
         if self._decided is None or self._are_predicted(running):
-            return DecidedLoad.of(running) == self._load
+            return RunningLoad.of(running) == self._load
         self._num_other = self._num_other + 1 if self._decided.is_other(running) else 0
         self.is_renewed = self.num_rounds >= RENEWED_ROUNDS and self._decided.is_renewed(running)
         return self._num_other <= SETTLING_ROUNDS and not self.is_renewed

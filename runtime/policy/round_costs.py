@@ -105,16 +105,15 @@ class DraftReading:
             self._read = {one.key: len(one.token_ids) for one in running}
         self._num_lacking = self._lacking(running) if drafts and not drafted else 0
 
-    def count_idle(self, num_rounds: int, num_prompts: int, num_answered: int) -> None:
-        """Count the tokens of prompts that rounds without drafts read, and those of answers."""
+    def count_tokens(self, num_rounds: int, num_prompts: int, num_answered: int) -> None:
+        """Count the tokens of prompts that rounds read, and those of answers."""
         kept = PROMPTS_KEPT**num_rounds
         self._num_prompts = kept * self._num_prompts + num_prompts
         self._num_answered = kept * self._num_answered + num_answered
 
     def count(self, num_prompts: int, num_answered: int, *, goes_on: bool) -> None:
         """Count the tokens of prompts that a round read, and those of answers; *goes_on* if a row has no draft yet."""
-        self._num_prompts = PROMPTS_KEPT * self._num_prompts + num_prompts
-        self._num_answered = PROMPTS_KEPT * self._num_answered + num_answered
+        self.count_tokens(1, num_prompts, num_answered)
         is_new = num_prompts > 0 or self._num_lacking > 0
         self._num_rounds_left = max(0, self._num_rounds_left - 1) if goes_on and not is_new else MOST_READING
         self._is_unread = is_new or (goes_on and self.may_go_on)

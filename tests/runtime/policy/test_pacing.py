@@ -11,7 +11,7 @@ from runtime.core.sequence import Sequence
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser
-from runtime.policy.pacing import RENEWED_ROUNDS, SETTLING_ROUNDS, DecidedLoad, IdleRounds, Pace, Share, Starting
+from runtime.policy.pacing import RENEWED_ROUNDS, SETTLING_ROUNDS, IdleRounds, Pace, RunningLoad, Share, Starting
 from runtime.policy.round_costs import RoundCostModel
 from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, flat, warmed_up
 from tests.support.scheduling import decoding
@@ -96,7 +96,7 @@ def test_without_draft_tokens_requests_come_and_leave_in_idle_rounds() -> None:
     idle, rows = IdleRounds(pace, predicts=True), [decoding(key) for key in range(6)]
     pace.done(0.32, 1.0, Share(0.01, 64))
     idle.end(rows[:4])
-    idle.start(learns=False, decided=DecidedLoad.of(rows[:4]))
+    idle.start(learns=False, decided=RunningLoad.of(rows[:4]))
     for running in (rows[:4], rows[1:4], rows[1:6]):
         assert idle.goes_on(running)
         idle.add(step)
@@ -106,7 +106,7 @@ def test_without_draft_tokens_requests_come_and_leave_in_idle_rounds() -> None:
     assert all(idle.goes_on(rows[:6]) for _ in range(SETTLING_ROUNDS))
     assert not idle.goes_on(rows[:6])  # it stays another load than it was decided for
     idle.end(rows[:4])
-    idle.start(learns=False, decided=DecidedLoad.of(rows[:4]))
+    idle.start(learns=False, decided=RunningLoad.of(rows[:4]))
     assert not idle.is_predicted
     predicted = [*rows[1:4], decoding(9, prediction_token_ids=(1,))]
     assert not idle.goes_on(predicted)  # a prediction may pay
@@ -114,7 +114,7 @@ def test_without_draft_tokens_requests_come_and_leave_in_idle_rounds() -> None:
     assert idle.is_predicted
     worker_alone = IdleRounds(pace)  # follows no predictions
     worker_alone.end(rows[:4])
-    worker_alone.start(learns=False, decided=DecidedLoad.of(rows[:4]))
+    worker_alone.start(learns=False, decided=RunningLoad.of(rows[:4]))
     assert worker_alone.goes_on(predicted)
 
 
@@ -123,7 +123,7 @@ def test_without_draft_tokens_idle_rounds_end_when_half_of_the_requests_are_othe
     idle, rows = IdleRounds(pace), [decoding(key) for key in range(6)]
     pace.done(2.56, 1.0, Share(0.01, 256))
     idle.end(rows[:4])
-    idle.start(learns=False, decided=DecidedLoad.of(rows[:4]))
+    idle.start(learns=False, decided=RunningLoad.of(rows[:4]))
     for _ in range(RENEWED_ROUNDS):  # it was decided before these
         assert idle.goes_on(rows[2:])
         idle.add(step)
