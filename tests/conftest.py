@@ -15,7 +15,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU, by numpy
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, by numpy; 0: those of tests/gpu on a GPU
 
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ from workers.device import cache_bytes, weight_bytes
 from workers.distributed.groups import Group, Solo
 from workers.draft.engine import DraftEngine, make_engine
 from workers.draft.load import LoadedDraft, feature_spec, load_draft
-from workers.gpu.build import graph_drafts, make_rounds
+from workers.gpu.build import capture_forwards, graph_drafts, make_rounds
 from workers.gpu.rounds import DeviceRounds
 from workers.invariant import ops
 from workers.model.capture import Taps
@@ -197,7 +197,12 @@ def make_target(
     rule = (make_rule or make_acceptance_rule)(config.speculative, masked)
     worker = TargetWorker(runner, slots, masked, loaded.spec.needs, rule)
     warm_rounds(worker, config)
-    rounds = None if config.model.enforce_eager else make_rounds(worker, draft, max_draft(config), report)
+    rounds = None
+    if not config.model.enforce_eager:
+        capture_forwards("target", runner, config.scheduler.max_num_batched_tokens, report)
+        rounds = make_rounds(worker, draft, max_draft(config), report)
+    if draft is not None and loaded.draft is not None and not loaded.draft.is_eager:
+        capture_forwards("draft", draft.worker.forward, config.scheduler.max_num_batched_tokens, report)
     return ReadyTarget(worker, draft, costs, warm.swap, rounds)
 
 
@@ -211,6 +216,7 @@ def make_draft(
     parts: dict[str, Compilable] = {} if draft.is_eager else {"draft": engine.worker.forward}
     warm = warm_up(config, allocate, parts, report)
     if not draft.is_eager:
+        capture_forwards("draft", engine.worker.forward, config.scheduler.max_num_batched_tokens, report)
         graph_drafts(engine, max_draft(config), report)
     return engine, Measurement(config, None, engine, keys=warm.keys)
 

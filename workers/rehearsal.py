@@ -11,7 +11,8 @@ from protos.messages import Row, Sampling
 from protos.progress import ProgressCallback
 from workers.device import weight_bytes
 from workers.distributed.groups import first_line
-from workers.gpu.sizes import MOST_ROWS
+from workers.gpu.attention_torch import DeviceAttention
+from workers.gpu.sizes import MOST_ROWS, forward_sizes
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.model.runner import ModelRunner
@@ -98,9 +99,21 @@ def memory_of_steps(config: EngineConfig, model: LoadedModel, taps: Taps | None,
     rounds = largest_rounds(config, model.max_model_len)
     peaks = [_peak(worker, each) for each in rounds]
     step = max(peaks)
-    graphs = 0 if config.model.enforce_eager else _peak(worker, rounds[0]._replace(rows=min(rounds[0].rows, MOST_ROWS)))
+    graphs = 0 if config.model.enforce_eager else _peak_of_graphs(worker, config, rounds[0])
     report(_divided(config, model, step, graphs, str(rounds[peaks.index(step)])))
     return step + graphs
+
+
+def _peak_of_graphs(worker: TargetWorker, config: EngineConfig, largest: Rehearsal) -> int:
+    """Return the bytes that graphs of whole rounds take, and those of forwards alone with their logits."""
+    rounds = _peak(worker, largest._replace(rows=min(largest.rows, MOST_ROWS)))
+    limits = config.scheduler
+    forwards = forward_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
+    if not forwards or not isinstance(worker.runner.attention, DeviceAttention):
+        return rounds
+    tokens, rows, wanted = forwards[0]
+    logits = wanted * worker.runner.loaded.vocab_size * torch.float32.itemsize
+    return rounds + logits + _peak(worker, Rehearsal(rows, tokens // rows, 0))
 
 
 def _peak(worker: TargetWorker, each: Rehearsal) -> int:

@@ -78,18 +78,31 @@ def save_tiny(family: str, folder: Path) -> Path:
     return folder
 
 
-def save_pair(target: str, draft: str | None, acceptance: float, device: str, folder: Path) -> tuple[Path, Path]:
-    """Write a target and a draft of these shapes, of whose greedy draft tokens a share of *acceptance* is right.
+def right_share(accepted: float, k: int) -> float:
+    """Return the share of tokens after which a draft must be right so that *accepted* of its draft tokens are.
+
+    Of a chain of *k*, those after the first wrong one are not accepted: the mean of p, p^2, ..., p^k is *accepted*.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        share = (low + high) / 2
+        is_low = sum(share**i for i in range(1, k + 1)) < accepted * k
+        low, high = (share, high) if is_low else (low, share)
+    return low
+
+
+def save_pair(target: str, draft: str | None, right: float, device: str, folder: Path) -> tuple[Path, Path]:
+    """Write a target and a draft of these shapes, whose greedy tokens are the same after a share *right* of all tokens.
 
     Without *draft*, only the target is written.
 
-    Each token has one successor: a fixed permutation of the vocabulary. The draft has another one for 1 - *acceptance*
-    of the tokens. Layers are computed in full, but what they add is damped.
+    Each token has one successor: a fixed permutation of the vocabulary. The draft has another one for 1 - *right* of
+    the tokens. Layers are computed in full, but what they add is damped.
     """
     num_tokens = SHAPES[target].values["vocab_size"]
     generator = torch.Generator().manual_seed(1)
     successor_V = torch.randperm(num_tokens, generator=generator)
-    wrong = torch.randperm(num_tokens, generator=generator)[: round((1.0 - acceptance) * num_tokens)]
+    wrong = torch.randperm(num_tokens, generator=generator)[: round((1.0 - right) * num_tokens)]
     drafted_V = successor_V.clone()
     drafted_V[wrong] = successor_V[wrong.roll(1)]
     if draft is not None:

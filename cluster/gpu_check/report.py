@@ -8,7 +8,7 @@ from typing import Any
 from cluster.gpu_check.decoding import PLAIN, DecodingSpeed
 
 BOUND_SHARE, SPEEDUPS = 0.8, {1: 2.5, 32: 1.5}
-"""Goals for 8B on one GPU: of the bandwidth bound at batch 1, and with right draft tokens four times out of five."""
+"""Goals for 8B on one GPU: of the bandwidth bound at batch 1, and with four of five draft tokens accepted."""
 GOAL_MODEL = "8B"
 HEAD = "| model | engine | batch | tokens/s | of the bound | speed-up | accepted | ms of a step |"
 PHASES = "Milliseconds of a step: drafting, waiting for the draft, the target's forward, verification."

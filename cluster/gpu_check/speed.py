@@ -9,12 +9,14 @@ from typing import Any
 from cluster.gpu_check.answers import COMMON, params, prompts
 from cluster.gpu_check.bandwidth import read_bytes
 from cluster.gpu_check.decoding import LONG, PLAIN, PROMPT, SHORT, DecodingSpeed
-from cluster.gpu_check.models import SHAPES, save_pair
+from cluster.gpu_check.models import SHAPES, right_share, save_pair
 from cluster.llm import LLM
 from protos.progress import ProgressCallback
 from protos.stats import EngineStats
 
 BLOCK = 16
+FEW_ROWS = 8
+"""At smaller batches so many prompts are measured, one batch after another."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,13 @@ class SpeedModels:
 
     Attributes:
         target, draft: shapes, see `models.SHAPES`; without a draft only plain decoding is.
-        acceptance: the share of right draft tokens.
+        accepted: the share of draft tokens that are accepted.
         k: draft tokens of a round.
     """
 
     target: str
     draft: str | None = None
-    acceptance: float = 0.8
+    accepted: float = 0.8
     k: int = 5
 
 
@@ -38,7 +40,8 @@ def rows(
 ) -> Iterator[DecodingSpeed]:
     """Measure *models*; yield a row for each engine and batch size."""
     report(f"writing {models.target} and {models.draft or 'no draft'} with random weights")
-    target, draft = save_pair(models.target, models.draft, models.acceptance, device, folder)
+    right = right_share(models.accepted, models.k)
+    target, draft = save_pair(models.target, models.draft, right, device, folder)
     vocab = SHAPES[models.target].values["vocab_size"]
     given: dict[str, Any] = {
         "model": str(target),
@@ -55,7 +58,7 @@ def rows(
     for method, speculative_config in sides.items():
         with LLM(speculative_config=speculative_config, **given) as llm:
             for batch in batches:
-                rate, before, after = _decode(llm, prompts(batch, PROMPT, vocab))
+                rate, before, after = _decode(llm, batch, vocab)
                 context = PROMPT + (SHORT + LONG) // 2
                 bound = bytes_per_s / read_bytes(target, batch, context) * batch
                 is_plain = method == PLAIN
@@ -72,12 +75,17 @@ def rows(
                 )
 
 
-def _decode(llm: LLM, asked: list[tuple[int, ...]]) -> tuple[float, EngineStats, EngineStats]:
-    """Return tokens a second of decoding, and the engine's counters before and after the long run."""
-    _run(llm, asked, SHORT)
-    short_s, before = _run(llm, asked, SHORT), llm.stats()
-    long_s = _run(llm, asked, LONG)
-    return len(asked) * (LONG - SHORT) / (long_s - short_s), before, llm.stats()
+def _decode(llm: LLM, batch: int, vocab: int) -> tuple[float, EngineStats, EngineStats]:
+    """Return tokens a second of decoding, and the engine's counters before and after the long runs.
+
+    Of few rows, several sets of prompts are measured: the draft tokens of one are accepted more or less often.
+    """
+    sets = [prompts(batch, PROMPT, vocab, seed) for seed in range(-(-FEW_ROWS // batch))]
+    for asked in sets:
+        _run(llm, asked, SHORT)
+    short_s, before = sum(_run(llm, asked, SHORT) for asked in sets), llm.stats()
+    long_s = sum(_run(llm, asked, LONG) for asked in sets)
+    return batch * len(sets) * (LONG - SHORT) / (long_s - short_s), before, llm.stats()
 
 
 def _run(llm: LLM, asked: list[tuple[int, ...]], max_tokens: int) -> float:

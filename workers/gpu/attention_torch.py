@@ -139,14 +139,10 @@ class StaticTorchAttention:
         last_R1 = (rows.lengths_R - 1).clamp_min(0)[:, None]
         within_RQ = torch.minimum(torch.arange(rows.max_length, device=places_L.device), last_R1)
         places_RQ = rows.starts_R[:, None] + within_RQ
-        inside_RL = places_L - rows.first_R[:, None]
-        covered_RL = inside_RL >= 0
-        words_RQW = rows.visible_TW[self._tokens_RQ]
-        at_RL = inside_RL.clamp(0, words_RQW.shape[2] * WORD - 1).long()
-        word_RQL = words_RQW.gather(2, (at_RL // WORD)[:, None].expand(-1, within_RQ.shape[1], -1))
-        bit_RQL = (word_RQL >> (at_RL % WORD)[:, None]) & 1
-        in_tree_RQL = (bit_RQL != 0) & (inside_RL < rows.sizes_R[:, None])[:, None]
-        visible_RQL = torch.where(covered_RL[:, None], in_tree_RQL, places_L <= places_RQ[:, :, None])
+        visible_RQL = places_L <= places_RQ[:, :, None]
+        if rows.visible_TW.shape[1]:
+            inside_RL = places_L - rows.first_R[:, None]
+            visible_RQL = torch.where((inside_RL >= 0)[:, None], self._in_tree(inside_RL), visible_RQL)
         visible_RQL &= (places_L >= rows.first_valid_R[:, None])[:, None]
         position_RL, position_RQ = self._positions(places_L[None]), self._positions(places_RQ)
         if options.causal_block:
@@ -156,6 +152,15 @@ class StaticTorchAttention:
             visible_RQL &= from_RQ[:, :, None] - position_RL[:, None] < options.window
         is_padding_R11 = (rows.lengths_R == 0)[:, None, None]
         return torch.where(is_padding_R11, places_L == 0, visible_RQL)
+
+    def _in_tree(self, inside_RL: torch.Tensor) -> torch.Tensor:
+        """Return which places, counted from the first that a tree mask covers, it lets each query see, `[R, Q, L]`."""
+        rows = self._rows
+        words_RQW = rows.visible_TW[self._tokens_RQ]
+        at_RL = inside_RL.clamp(0, words_RQW.shape[2] * WORD - 1).long()
+        word_RQL = words_RQW.gather(2, (at_RL // WORD)[:, None].expand(-1, words_RQW.shape[1], -1))
+        bit_RQL = (word_RQL >> (at_RL % WORD)[:, None]) & 1
+        return (bit_RQL != 0) & (inside_RL < rows.sizes_R[:, None])[:, None]
 
     def _positions(self, places_RX: torch.Tensor) -> torch.Tensor:
         """Return the positions of places of each row."""

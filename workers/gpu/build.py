@@ -15,11 +15,13 @@ from workers.gpu.drafts.chain_loop import DraftProgram
 from workers.gpu.drafts.drafter import can_capture, drafter_of
 from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.drafts.graphed_drafts import GraphedDrafts
+from workers.gpu.forward_graphs import ForwardGraphs
 from workers.gpu.graphs import GraphCapturer, GraphSet, Program
 from workers.gpu.inputs import Buffers, DraftPlan, InputRoom, RoundInputs, RoundRows
 from workers.gpu.rounds import CapturedSteps, DeviceRounds
-from workers.gpu.sizes import MOST_ROWS, Chooser, Size, StepKey, row_sizes
+from workers.gpu.sizes import MOST_ROWS, Chooser, Size, StepKey, forward_sizes, row_sizes
 from workers.gpu.target_step import TargetStep, write_drafts
+from workers.model.draft_forward import DraftForward
 from workers.model.runner import ModelRunner
 from workers.model.torch_mode import TorchMode
 from workers.sampling.sampler import Sampler
@@ -86,6 +88,25 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
     slots.clear()
     if len(loops):
         engine.proposer = GraphedDrafts(engine, drafts, loops, buffers)
+
+
+def capture_forwards(name: str, runner: DraftForward, most_tokens: int, report: ProgressCallback) -> None:
+    """Have forwards of prompts, and of rounds that graphs do not run whole, run as graphs; change nothing on a CPU.
+
+    Args:
+        name: what the runner is of, for messages.
+        runner: before it serves. Some have forwards that no graph repeats.
+        most_tokens: of a round.
+        report: called with a line for the graphs.
+    """
+    if not isinstance(runner, ModelRunner) or not can_capture(runner):
+        return
+    sizes = forward_sizes(len(runner.slots.known_len), most_tokens)
+    if not isinstance(runner.attention, DeviceAttention) or runner.kv_window or runner.loaded.ranks > 1 or not sizes:
+        return
+    graphs = ForwardGraphs(f"forwards of the {name}", runner, runner.attention, sizes)
+    graphs.capture(report)
+    runner.captured = graphs
 
 
 def _draft_and_report(loop: DraftProgram, buffers: Buffers, size: Size, chooser: Chooser) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from workers.attention.backend import NAME, paged_attention
 from workers.gpu.kernels.layer import add_rms_norm, rms_norm, rotate_, swiglu
+from workers.gpu.kernels.linear import linear
 
 Window = Callable[[Any], int | None]
 """Returns the sliding window of an attention module, when it runs: the check of a loaded model narrows windows."""
@@ -97,16 +97,21 @@ class FusedLayer:
         if self.layer.self_attn.config._attn_implementation != NAME or others:
             return self._plain(hidden_states, *others, **named)  # type: ignore[no-any-return]
         cos_1TD, sin_1TD = named.pop("position_embeddings")
-        attention, mlp, after = self.layer.self_attn, self.layer.mlp, self.layer.post_attention_layernorm
-        before = self.layer.input_layernorm
+        attention, before, after = self.layer.self_attn, self.layer.input_layernorm, self.layer.post_attention_layernorm
         hidden_TC = hidden_states[0].contiguous()
         normed_TC = rms_norm(hidden_TC, before.weight, before.variance_epsilon)
         attended_TX = self._attend(normed_TC, cos_1TD[0], sin_1TD[0], named)
         hidden_TC, normed_TC = add_rms_norm(
-            hidden_TC, attention.o_proj(attended_TX), after.weight, after.variance_epsilon
+            hidden_TC, _called(attention.o_proj, attended_TX), after.weight, after.variance_epsilon
         )
-        inner_TC: torch.Tensor = mlp.down_proj(swiglu(self._gate_up(normed_TC)))
-        return (hidden_TC + inner_TC).unsqueeze(0)
+        return self._down(swiglu(self._gate_up(normed_TC)), hidden_TC).unsqueeze(0)
+
+    def _down(self, inner_TI: torch.Tensor, hidden_TC: torch.Tensor) -> torch.Tensor:
+        """Return the sum of *hidden_TC* and the last product."""
+        down = self.layer.mlp.down_proj
+        if down._forward_hooks:  # they add the parts of other ranks
+            return hidden_TC + down(inner_TI)  # type: ignore[no-any-return]
+        return linear(inner_TI, down.weight, down.bias, hidden_TC)
 
     def _attend(
         self, normed_TC: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, named: dict[str, Any]
@@ -124,6 +129,11 @@ class FusedLayer:
         return output_1THD.reshape(len(qkv_TX), -1)
 
 
+def _called(layer: nn.Linear, input_TX: torch.Tensor) -> torch.Tensor:
+    """Return a layer's output, by its own code if hooks add the parts of other ranks."""
+    return layer(input_TX) if layer._forward_hooks else linear(input_TX, layer.weight, layer.bias)
+
+
 class Merged:
     """Several linear layers of one input as one product; their weights become views of its weight."""
 
@@ -136,7 +146,7 @@ class Merged:
 
     def __call__(self, input_TC: torch.Tensor) -> torch.Tensor:
         """Return the outputs of all, side by side."""
-        return F.linear(input_TC, self._weight, self._bias)
+        return linear(input_TC, self._weight, self._bias)
 
 
 def _merged_bias(parts: list[nn.Linear]) -> torch.Tensor | None:

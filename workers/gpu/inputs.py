@@ -5,14 +5,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from protos.draft import Draft
 from workers.attention.batch import Words
 from workers.gpu.metadata import DeviceMetadata
 from workers.gpu.sizes import Size
-from workers.gpu.staging import Array, Layout, ResultArea, StagingArea
+from workers.gpu.staging import Array, Layout, ResultArea, StagingArea, fill
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import DeviceLimits, Ints, Limits
 from workers.slots import SlotTable
@@ -166,33 +165,33 @@ class RoundInputs:
         places_RQ = np.minimum(starts_R[:, None] + self._queries_Q, slots.tokens.shape[1] - 1)
         is_fed_RQ = self._queries_Q < lengths_R[:, None]
         known_RC = np.maximum(starts_R[:, None] + self._back_C, 0)
-        _fill(into["tokens_RQ"], slots.tokens[slots_R[:, None], places_RQ], 0)
-        _fill(into["positions_RQ"], places_RQ * is_fed_RQ, 0)
-        _fill(into["parents_RQ"], np.broadcast_to(np.maximum(self._queries_Q - 1, 0), places_RQ.shape), 0)
-        _fill(into["cache_index_RQ"], np.where(is_fed_RQ, self._cache_index(slots_R[:, None], places_RQ), -1), -1)
-        _fill(into["rows_RQ"], np.where(is_fed_RQ, self._rows_R1[:num_rows], -1), -1)
-        _fill(into["known_RC"], slots.tokens[slots_R[:, None], known_RC], 0)
-        _fill(into["starts_R"], starts_R, 0)
-        _fill(into["lengths_R"], lengths_R, 0)
-        _fill(into["first_R"], starts_R + lengths_R, 0)
-        _fill(into["sizes_R"], np.zeros_like(lengths_R), 0)
-        _fill(into["drafted_R"], draft.drafted_R, 0)
-        _fill(into["lacking_R"], draft.lacking_R, 0)
-        _fill(into["levels_R"], draft.levels_R, 0)
-        _fill(into["widths_R"], draft.widths_R, 0)
-        _fill(into["columns_R"], draft.columns_R, 0)
-        _fill(into["lowest_R"], draft.lowest_R, 0)
-        _fill(into["slots_R"], slots_R, len(slots.known_len))
-        _fill(into["tables_RB"], slots.blocks[slots_R], 0)
-        _fill(into["temperature_R"], rows.limits.temperature, 0.0)
-        _fill(into["top_k_R"], rows.limits.top_k, 0)
-        _fill(into["top_p_R"], rows.limits.top_p, 1.0)
-        _fill(into["min_p_R"], rows.limits.min_p, 0.0)
+        fill(into["tokens_RQ"], slots.tokens[slots_R[:, None], places_RQ], 0)
+        fill(into["positions_RQ"], places_RQ * is_fed_RQ, 0)
+        fill(into["parents_RQ"], np.broadcast_to(np.maximum(self._queries_Q - 1, 0), places_RQ.shape), 0)
+        fill(into["cache_index_RQ"], np.where(is_fed_RQ, self._cache_index(slots_R[:, None], places_RQ), -1), -1)
+        fill(into["rows_RQ"], np.where(is_fed_RQ, self._rows_R1[:num_rows], -1), -1)
+        fill(into["known_RC"], slots.tokens[slots_R[:, None], known_RC], 0)
+        fill(into["starts_R"], starts_R, 0)
+        fill(into["lengths_R"], lengths_R, 0)
+        fill(into["first_R"], starts_R + lengths_R, 0)
+        fill(into["sizes_R"], np.zeros_like(lengths_R), 0)
+        fill(into["drafted_R"], draft.drafted_R, 0)
+        fill(into["lacking_R"], draft.lacking_R, 0)
+        fill(into["levels_R"], draft.levels_R, 0)
+        fill(into["widths_R"], draft.widths_R, 0)
+        fill(into["columns_R"], draft.columns_R, 0)
+        fill(into["lowest_R"], draft.lowest_R, 0)
+        fill(into["slots_R"], slots_R, len(slots.known_len))
+        fill(into["tables_RB"], slots.blocks[slots_R], 0)
+        fill(into["temperature_R"], rows.limits.temperature, 0.0)
+        fill(into["top_k_R"], rows.limits.top_k, 0)
+        fill(into["top_p_R"], rows.limits.top_p, 1.0)
+        fill(into["min_p_R"], rows.limits.min_p, 0.0)
         into["moves_2M"][:] = rows.moves_M2[0][:, None] if len(rows.moves_M2) else 0  # the graph repeats one move
         into["moves_2M"][:, : len(rows.moves_M2)] = rows.moves_M2.T
         for row, tree in rows.trees.items():
             _write_tree(into, row, int(starts_R[row]), tree)
-        _fill(into["keys_RQ"], row_keys(rows.seeds_R[:, None], into["positions_RQ"][:num_rows] + 1), 0)
+        fill(into["keys_RQ"], row_keys(rows.seeds_R[:, None], into["positions_RQ"][:num_rows] + 1), 0)
 
     def _cache_index(self, slots_X: Ints, places_X: Ints) -> Ints:
         size = self._slots.block_size
@@ -214,7 +213,7 @@ class RoundInputs:
             first_R=found["first_R"],
             sizes_R=found["sizes_R"],
             positions_RA=found["tree_positions_RQ"],
-            visible_TW=found["visible_TW"],
+            visible_TW=found["visible_TW"][:, : self.size.queries - 1],  # of the newest token alone there is no tree
             first_valid_R=self._nothing_R,
             block_size=self._slots.block_size,
             max_length=self.size.queries,
@@ -254,9 +253,3 @@ class Buffers:
         staging = StagingArea(num_bytes, device)
         results = ResultArea(max(LINE * size.rows * size.queries for size in sizes), device)
         return cls({size: RoundInputs(size, slots, staging, room) for size in sizes}, results)
-
-
-def _fill(into: Array, values: npt.NDArray[np.generic], padding: float) -> None:
-    """Write the rows that there are, and *padding* into the others."""
-    into[: len(values)] = values
-    into[len(values) :] = padding

@@ -17,6 +17,24 @@ class Size(NamedTuple):
     queries: int
 
 
+TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Tokens of the forwards that are captured alone. Larger ones take the device longer than the host."""
+MOST_WANTED = 256
+"""Logits of such a forward at most."""
+
+
+class ForwardSize(NamedTuple):
+    """A captured forward has room for so many tokens, of *rows* of any length; *wanted* of them have logits."""
+
+    tokens: int
+    rows: int
+    wanted: int
+
+    def has_room_for(self, needed: "ForwardSize") -> bool:
+        """Whether it is not smaller in anything."""
+        return self.tokens >= needed.tokens and self.rows >= needed.rows and self.wanted >= needed.wanted
+
+
 StepKey = tuple[Size, Chooser]
 """What a graph is captured for."""
 
@@ -29,3 +47,10 @@ def row_sizes(most: int) -> list[int]:
 def padded(num_rows: int, sizes: list[int]) -> int | None:
     """Return the smallest of *sizes*, ascending, that has room for *num_rows*; None if none has."""
     return next((size for size in sizes if size >= num_rows), None)
+
+
+def forward_sizes(most_rows: int, most_tokens: int) -> list[ForwardSize]:
+    """Return the forwards that are captured, the largest first, for rounds of so many rows and tokens at most."""
+    rows = min(most_rows, MOST_ROWS)
+    fitting = [tokens for tokens in reversed(TOKENS) if tokens <= most_tokens]
+    return [ForwardSize(tokens, min(tokens, rows), min(tokens, MOST_WANTED)) for tokens in fitting]

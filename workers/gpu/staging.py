@@ -105,3 +105,9 @@ class ResultArea:
             group.check(self.done)
         self.done.synchronize()
         return self._mirror[:size].numpy()
+
+
+def fill(into: Array, values: npt.NDArray[np.generic], padding: float) -> None:
+    """Write *values*, and *padding* after them."""
+    into[: len(values)] = values
+    into[len(values) :] = padding

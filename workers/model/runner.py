@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,13 +28,23 @@ ANY, ONE = GRAPHS = ("any", "one")
 TIMINGS = 3  # the fastest of so many runs is returned
 
 
+class CapturedForwards(Protocol):
+    """Runs forwards over a runner's cache by other means: see `workers.gpu.forward_graphs`."""
+
+    def run(self, batch: Batch, wanted_N: Ints) -> Outputs | None:
+        """As `ModelRunner.run`; None if it cannot run these rows."""
+        ...
+
+
 class ModelRunner:
     """One model, its KV cache and its attention. Reads block tables from *slots*.
 
     With *taps*, every forward returns features, too. With *kv_window*, it reads no more of the cache than that.
     *prefix_states* is how many states of recurrent layers it keeps for the prefix cache.
-    For a draft, see `DraftForward`.
+    For a draft, see `DraftForward`. *captured* is asked first to run a forward; None: every one runs here.
     """
+
+    captured: CapturedForwards | None = None
 
     def __init__(
         self,
@@ -162,6 +172,9 @@ class ModelRunner:
 
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""
+        outputs = None if self.captured is None else self.captured.run(batch, wanted_N)
+        if outputs is not None:
+            return outputs
         return self.run_over(self.attention, self.kv_window, batch, wanted_N)
 
     def run_over(

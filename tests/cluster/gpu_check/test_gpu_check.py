@@ -11,7 +11,7 @@ from cluster.gpu_check import bandwidth
 from cluster.gpu_check.answers import assert_same, attempted
 from cluster.gpu_check.decoding import PLAIN, DecodingSpeed
 from cluster.gpu_check.identity import methods
-from cluster.gpu_check.models import FAMILIES, SHAPES, save_pair, save_tiny
+from cluster.gpu_check.models import FAMILIES, SHAPES, right_share, save_pair, save_tiny
 from cluster.gpu_check.report import CheckResult, GpuReport
 from cluster.gpu_check.run import GpuCheckOptions, run_stages
 from protos.errors import ConfigError
@@ -30,6 +30,14 @@ def test_a_draft_is_right_as_often_as_asked(tmp_path: Path) -> None:
     target_V, draft_V = successors(target), successors(draft)
     assert len(target_V.unique()) == SHAPES["tiny"].values["vocab_size"]
     assert (target_V == draft_V).float().mean() == 0.75
+
+
+@pytest.mark.parametrize("k", [1, 5])
+def test_of_a_chain_fewer_tokens_are_accepted_than_are_right(k: int) -> None:
+    share = right_share(0.8, k)
+    assert sum(share**i for i in range(1, k + 1)) / k == pytest.approx(0.8)
+    assert share >= 0.8 - 1e-9
+    assert right_share(1.0, k) == pytest.approx(1.0)
 
 
 def test_bytes_of_a_step(tmp_path: Path) -> None:

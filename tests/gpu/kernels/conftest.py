@@ -1,13 +1,27 @@
-"""Triton's interpreter, completed.
+"""Triton's interpreter, completed; and kernels on a GPU where `TRITON_INTERPRET` is 0.
 
-It multiplies matrices of bfloat16 as if their bits were integers, and cuts float32 to bfloat16, which GPUs round.
+The interpreter multiplies matrices of bfloat16 as if their bits were integers, and cuts float32 to bfloat16, which
+GPUs round.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.support.gpu.on_device import on_device
+from workers.gpu.kernels import attention, cache, layer, linear, quantized, sampling
+
+if os.environ["TRITON_INTERPRET"] == "0":  # before the tests import them
+    attention.paged_attention = on_device(attention.paged_attention)
+    cache.write_cache = on_device(cache.write_cache)
+    sampling.sample_tokens = on_device(sampling.sample_tokens)
+    quantized.product = on_device(quantized.product)
+    linear.linear = on_device(linear.linear)
+    for each in (layer.rms_norm, layer.add_rms_norm, layer.rotate_, layer.swiglu):
+        setattr(layer, each.__name__, on_device(each))
 
 
 def as_float32(handle: Any) -> Any:

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from workers.gpu.kernels.layer import add_rms_norm, rms_norm, rotate_, swiglu
+from workers.gpu.kernels.linear import linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,3 +80,26 @@ def test_numbers_that_are_not_finite_stay_in_their_token() -> None:
     found = rms_norm(hidden, torch.ones(64), EPS)
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
+
+
+@given(
+    st.integers(0, 99),
+    dtypes,
+    st.sampled_from([1, 2]),
+    st.sampled_from([(3, 512), (70, 600), (16, 2048), (9, 8704)]),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_linear_layers_of_one_token(  # noqa: PLR0917
+    seed: int, dtype: torch.dtype, count: int, shape: tuple[int, int], has_bias: bool, has_added: bool
+) -> None:
+    """Two tokens, and rows of few inputs, are left to torch."""
+    outputs, size = shape
+    given_TK, weight_NK = some(seed, dtype, count, size), some(seed + 1, dtype, outputs, size)
+    bias_N = some(seed + 2, dtype, outputs) if has_bias else None
+    added_TN = some(seed + 3, dtype, count, outputs) if has_added else None
+    expected_TN = F.linear(given_TK.double(), weight_NK.double(), None if bias_N is None else bias_N.double())
+    if added_TN is not None:
+        expected_TN += added_TN.double()
+    close(linear(given_TK, weight_NK, bias_N, added_TN), expected_TN.to(dtype))

@@ -106,6 +106,16 @@ def test_rows_without_limits(temperature: float) -> None:
     check(Case(1, 300, 0.5, ((temperature, 0, 1.0, 0.0),) * 3))
 
 
+def test_keys_and_limits_may_have_any_strides() -> None:
+    """As a column of the keys of a round's rows, and as what the tokens of its only row share."""
+    case = Case(2, 130, 0.5, ((0.9, 20, 0.8, 0.02),) * 4)
+    limits, logits_NV = on_device(case), case.logits_NV
+    keys_N = torch.stack((case.keys_N, case.keys_N + 1), 1)[:, 0]
+    assert keys_N.stride(0) == 2
+    shared = {name: value[:1].expand(4) for name, value in vars(limits).items() if value is not None}
+    assert torch.equal(sample_tokens(logits_NV, keys_N, KernelLimits(**shared)), wanted(case, logits_NV))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("vocab", [32_000, 128_256])
 def test_whole_vocabularies(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Engines on the pretended GPU: their tokens, and what every round asked of the device."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +80,14 @@ def serve(
     return Served(outputs, rounds, ranks[-1], stats.proposed, stats.accepted)
 
 
-def only(rows: int, *choosers: Chooser) -> Any:
-    """Return a context in which an engine captures sizes of *rows* for *choosers* alone: captures take long here."""
-    return mock.patch.multiple("workers.gpu.build", row_sizes=lambda _most: [rows], CHOOSERS=choosers)
+@contextlib.contextmanager
+def only(rows: int, *choosers: Chooser, forwards: tuple[int, ...] = ()) -> Iterator[None]:
+    """Let engines capture few sizes, since captures take long here: rounds of *rows* for *choosers*, and *forwards*."""
+    with (
+        mock.patch.multiple("workers.gpu.build", row_sizes=lambda _most: [rows], CHOOSERS=choosers),
+        mock.patch("workers.gpu.sizes.TOKENS", forwards),
+    ):
+        yield
 
 
 def lasting_tensors(owner: object) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from slipstream import SamplingParams
 from tests.support.gpu.engine import Served, llamas, only, serve
 from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
 from tests.support.identity import generate
+from tests.support.models.tiny_models import perturb
 from workers.gpu.sizes import Chooser
 
 MOST = 12
@@ -51,3 +52,19 @@ def test_kernels_are_captured(models: list[Path], params: SamplingParams, choose
     assert [each.graphs for each in found.decoding(1)] == [1] * len(found.decoding(1))
     assert found.decoding(1)[-1].kernels.total() == 0
     assert found.outputs == generate(models[0], PROMPTS[:1], params, max_model_len=64).outputs
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"num_speculative_tokens": 6, "eagle_topk": 2}])
+def test_draws_of_targets_and_drafts_have_the_noise_of_their_rows(
+    models: list[Path], tmp_path: Path, batch: int, shape: dict[str, int]
+) -> None:
+    """The same tokens, and as many draft tokens accepted, as where torch samples: of a single row, too."""
+    draft = perturb(models[0], tmp_path / "draft", noise=0.04)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=5)
+    speculative = {"method": "draft_model", "model": str(draft), **shape}
+    found = served(models[0], batch, params, "drawn", speculative_config=speculative)
+    ordinary = generate(models[0], PROMPTS[:batch], params, max_model_len=64, speculative_config=speculative)
+    assert found.outputs == ordinary.outputs
+    assert (found.proposed, found.accepted) == (ordinary.proposed, ordinary.accepted)
+    assert found.accepted > 0

@@ -26,8 +26,10 @@ MAX_WORKSPACE_BYTES = 256 << 20
 LONG_TILE, WIDE_LONG_TILE = 64, 32
 """Most queries of a tile: with keys or values wider than `WIDE`, fewer stay in registers."""
 WIDE = 192
-KEYS = 32
-"""Keys read at a time, whatever the tile: an online softmax depends on it, in the last bits."""
+KEYS, WIDE_KEYS = 64, 32
+"""Keys read at a time, whatever the tile: an online softmax depends on it, in the last bits. Fewer where one has more
+than `WIDE_BYTES`: twice as many keys and values are in shared memory at once."""
+WIDE_BYTES = 256
 SMALLEST = 16
 """Tensor cores multiply no smaller matrices."""
 
@@ -55,6 +57,7 @@ class Shape:
         block_size: of the cache.
         options: which options the layer has; their values do not matter, but for the two of blocks.
         has_kv_window, has_trees: whether there are any in the forward.
+        item_bytes: of the queries' dtype.
     """
 
     heads: int
@@ -65,6 +68,7 @@ class Shape:
     options: Options
     has_kv_window: bool = False
     has_trees: bool = True
+    item_bytes: int = 2
 
     @property
     def share(self) -> int:
@@ -92,7 +96,7 @@ class Shape:
             "E": max(SMALLEST, power_of_two(self.value_size)),
             "BLOCK": self.block_size,
             "M": tile,
-            "N": KEYS,
+            "N": KEYS if max(self.key_size, self.value_size) * self.item_bytes <= WIDE_BYTES else WIDE_KEYS,
             "HAS_SINKS": self.options.sinks_H is not None,
             "HAS_SOFTCAP": self.options.softcap != 0.0,
             "HAS_WINDOW": self.options.window > 0,
@@ -108,8 +112,9 @@ class Shape:
         Multiplications and additions are not fused: whether they are differs from kernel to kernel, and both must give
         the same result.
         """
-        is_large = tile * max(self.key_size, self.value_size) >= LONG_TILE * 128
-        return {"num_warps": 8 if is_large else 4, "num_stages": 2 if is_large else 3, "enable_fp_fusion": False}
+        size = max(self.key_size, self.value_size)
+        is_wide = size > 128 and tile * size >= LONG_TILE * 128
+        return {"num_warps": 8 if is_wide else 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
 def power_of_two(number: int) -> int:
@@ -164,6 +169,7 @@ class _Launch:
             options,
             kv_window is not None,
             has_trees,
+            query_HTD.element_size(),
         )
         self._rows = len(metadata.starts_R)
         self._splits = num_splits(metadata.max_blocks * self._block_size)

@@ -118,7 +118,7 @@ def attention_kernel(
     if HAS_KV_WINDOW:
         lowest = tl.maximum(lowest, tl.min(tl.where(live_M, position_M, 2**30), 0) - kv_size + 1)
     lowest = tl.minimum(lowest, first)  # positions of covered places are in no order
-    settled = tl.minimum(start, first) // N * N
+    settled = tl.minimum(start + in_row * QUERIES, first) // N * N
     at_M = query + token_M.to(tl.int64) * query_token + head_M * query_head
     d, f = tl.arange(0, D), D + tl.arange(0, F if F > 0 else 1)
     query_MD = tl.load(at_M[:, None] + d[None, :], mask=live_M[:, None] & (d < KEY)[None, :], other=0.0)

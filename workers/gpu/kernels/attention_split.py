@@ -64,7 +64,7 @@ def attend_split(
         from_M: the position from which its window counts back.
         live_M: which queries there are.
         lowest: the first place, sinks apart, that any of the queries sees.
-        settled: K and V of all places before it were computed in earlier forwards, and no tree mask covers them; a
+        settled: all queries see all places before it that their windows hold: known tokens before the first query; a
             multiple of N.
         end: the place after the last that any of the queries sees.
         first, size, first_valid, positions_RA, visible_TW: the row's; see `DeviceMetadata`.

@@ -156,6 +156,9 @@ def search_kernel(
 ) -> None:
     """One pass over one block of one row: add up the weights above 16 candidates for the next digit.
 
+    A value is not below a candidate if its own digit is not below the candidate's. Blocks, and parts of them, that lie
+    below the digits found so far add nothing: after the first passes those are most.
+
     `sums` is int64 `[PASSES, N, blocks, 16]`, `prefixes` int64 `[PASSES, N]`: the digits found before each pass.
     """
     row, block = tl.program_id(0), tl.program_id(1)
@@ -175,8 +178,7 @@ def search_kernel(
     if block == 0:
         tl.store(prefixes + at, prefix)
     digit_D = tl.arange(0, 16)
-    candidate_D = prefix | (digit_D.to(tl.int64) << (28 - 4 * step))
-    sum_D = tl.zeros([16], tl.int64)
+    shift = 28 - 4 * step
     greatest, kth, min_p = 0.0, prefix * 0, 0.0
     if BY_MASS:
         greatest = row_greatest(greatest_NB, row, blocks, BLOCKS)
@@ -185,13 +187,20 @@ def search_kernel(
         if HAS_TOP_K:
             top_k = tl.load(top_k_N + row).to(tl.int64)
             kth = find_last(kth_sums, kth_prefixes, row, rows, blocks, top_k, step * 0 + 8, BLOCKS)
-    for part in range(0, BLOCK, PART):
-        id_B = block * BLOCK + part + tl.arange(0, PART)
-        value_B = load_scaled(logits_NV, stride, temperature_N, bits_MW, bits_row_N, words, row, id_B, vocab, HAS_BITS)
-        if BY_MASS:
-            _, weight_B = weigh(value_B, greatest, kth, min_p)
-        else:
-            weight_B = (id_B < vocab).to(tl.int64)
-        is_above_DB = in_order(value_B)[None, :] >= candidate_D[:, None]
-        sum_D += tl.sum(tl.where(is_above_DB, weight_B[None, :], 0), 1)
-    tl.store(sums + (at * blocks + block) * 16 + digit_D, sum_D)
+    sum_DP = tl.zeros([16, PART], tl.int64)  # one sum over ids at the end: each is a round of barriers
+    lowest = tl.maximum(prefix, kth)
+    if in_order(tl.load(greatest_NB + row * blocks + block)) >= lowest:
+        for part in range(0, BLOCK, PART):
+            id_P = block * BLOCK + part + tl.arange(0, PART)
+            value_P = load_scaled(
+                logits_NV, stride, temperature_N, bits_MW, bits_row_N, words, row, id_P, vocab, HAS_BITS
+            )
+            number_P = in_order(value_P)
+            if tl.max(number_P, 0) >= lowest:
+                if BY_MASS:
+                    _, weight_P = weigh(value_P, greatest, kth, min_p)
+                else:
+                    weight_P = (id_P < vocab).to(tl.int64)
+                last_P = tl.where(number_P < prefix, -1, tl.minimum((number_P - prefix) >> shift, 15)).to(tl.int32)
+                sum_DP += tl.where(last_P[None, :] >= digit_D[:, None], weight_P[None, :], 0)
+    tl.store(sums + (at * blocks + block) * 16 + digit_D, tl.sum(sum_DP, 1))

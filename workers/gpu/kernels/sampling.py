@@ -4,7 +4,7 @@ Without limits two kernels run: one that finds the best id of every block of the
 block of each row. Top-k and top-p add passes over the logits (`workers.gpu.kernels.limits`), none of which sorts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -52,14 +52,19 @@ class KernelLimits:
             "HAS_BITS": self.bits_MW is not None,
         }
 
+    def contiguous(self) -> "KernelLimits":
+        """Return the same limits in contiguous tensors."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{name: tensor.contiguous() for name, tensor in given.items() if tensor is not None})
+
 
 def sample_tokens(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: KernelLimits) -> torch.Tensor:
     """Return the sampled ids, int64 `[N]`; -1 for rows whose greatest logit is not finite.
 
     Args:
-        logits_NV: float32, after bias and penalties; columns contiguous.
-        keys_N: int64, from `workers.sampling.noise.row_keys`; not read for greedy rows.
-        limits: of each row.
+        logits_NV: float32, after bias and penalties; rows of any stride, columns contiguous.
+        keys_N: int64, of any stride, from `workers.sampling.noise.row_keys`; not read for greedy rows.
+        limits: of each row, of any strides.
     """
     return _Sampling(logits_NV, keys_N, limits).run()
 
@@ -70,8 +75,10 @@ class _Sampling:
     def __init__(self, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: KernelLimits) -> None:
         self._rows, self._vocab = logits_NV.shape
         self._blocks = -(-self._vocab // BLOCK)
-        self._logits_NV, self._keys_N, self._limits = logits_NV, keys_N, limits
+        # Columns of a round's input, and what is repeated for the tokens of a single row, have other strides.
+        self._logits_NV, self._keys_N, self._limits = logits_NV, keys_N.contiguous(), limits.contiguous()
         self._blocks_padded = power_of_two(self._blocks)
+        limits = self._limits
         self._words = 0 if limits.bits_MW is None else limits.bits_MW.shape[1]
         self._input = (logits_NV, logits_NV.stride(0), limits.temperature_N, limits.bits_MW, limits.bits_row_N)
         self._greatest_NB = self._empty(torch.float32)

@@ -70,11 +70,19 @@ def load_columns(
 
 
 @triton.jit
+def tanh(x_MN: tl.tensor) -> tl.tensor:
+    """Return the hyperbolic tangent; by its series near 0, where a difference of numbers near 1 has few digits."""
+    square_MN = x_MN * x_MN
+    series_MN = (square_MN * (62.0 / 2835.0) - 17.0 / 315.0) * square_MN + 2.0 / 15.0
+    near_MN = x_MN + x_MN * square_MN * (series_MN * square_MN - 1.0 / 3.0)
+    return tl.where(tl.abs(x_MN) < 0.25, near_MN, 2.0 * tl.sigmoid(2.0 * x_MN) - 1.0)
+
+
+@triton.jit
 def capped(score_MN: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr) -> tl.tensor:
     """Return scores in units of log 2, scaled and soft-capped."""
     if HAS_SOFTCAP:
-        scaled_MN = score_MN * (scaling / softcap)
-        return (2.0 * tl.sigmoid(2.0 * scaled_MN) - 1.0) * (softcap * LOG2_E)
+        return tanh(score_MN * (scaling / softcap)) * (softcap * LOG2_E)
     return score_MN * (scaling * LOG2_E)
 
 

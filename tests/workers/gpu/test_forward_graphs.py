@@ -1,0 +1,71 @@
+"""Forwards alone as graphs: which rounds launch them, and the same tokens, log-probabilities and drafts as without."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from slipstream import SamplingParams
+from tests.support.gpu.engine import Served, lasting_tensors, llamas, only, serve
+from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
+from tests.support.identity import generate
+from tests.support.models.tiny_models import perturb
+from workers.gpu.sizes import ForwardSize, forward_sizes
+
+PROMPTS = [[3, 5, 9, 11], [8, 4, 4], [7, 7, 60, 2, 9, 31]]
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+PENALTY = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, presence_penalty=1.5)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llamas(tmp_path_factory.mktemp("pair"), 2, 1)[0]
+
+
+def served(target: Path, params: SamplingParams, **options: Any) -> Served:
+    """Serve all prompts on a GPU on which forwards of 4 and 24 tokens are captured."""
+    with pretended_gpu() as machine, interpreted_kernels(machine), only(3, "greedy", forwards=(4, 24)):
+        found = serve(machine, target, PROMPTS, params, max_num_seqs=3, **options)
+    static = lasting_tensors(found.rank)
+    for graph in machine.capture.graphs:
+        graph.reads_only(static)
+    return found
+
+
+def test_prompts_and_penalties_launch_one_graph_for_the_forward(target: Path) -> None:
+    found = served(target, PENALTY)
+    assert found.outputs == generate(target, PROMPTS, PENALTY, max_model_len=64).outputs
+    assert len(found.rounds) == 4
+    for _, counts in found.rounds:
+        assert counts.graphs == 1
+        assert not {"attention_kernel", "norm_kernel", "write_kernel"} & set(counts.kernels)
+
+
+def test_chunks_of_prompts_are_padded_to_a_captured_size(target: Path) -> None:
+    """Chunks that end within a prompt return no logits."""
+    found = served(target, GREEDY, max_num_batched_tokens=4, enable_chunked_prefill=True)
+    assert found.outputs == generate(target, PROMPTS, GREEDY, max_model_len=64).outputs
+    assert [counts.graphs for _, counts in found.rounds] == [1] * len(found.rounds)
+
+
+def test_a_forward_that_no_size_has_room_for_runs_eager(target: Path) -> None:
+    with mock.patch("workers.gpu.sizes.MOST_WANTED", 2):
+        found = served(target, PENALTY)
+    assert found.outputs == generate(target, PROMPTS, PENALTY, max_model_len=64).outputs
+    assert {counts.graphs for _, counts in found.rounds} == {0}
+
+
+def test_drafts_feed_prompts_by_graphs_and_read_their_features(target: Path, tmp_path: Path) -> None:
+    draft = perturb(target, tmp_path / "draft", noise=0.04)
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    found = served(target, PENALTY, speculative_config=speculative)
+    assert found.outputs == generate(target, PROMPTS, PENALTY, max_model_len=64).outputs
+    assert found.proposed >= found.accepted > 0
+    assert all(not {"attention_kernel", "norm_kernel"} & set(counts.kernels) for _, counts in found.rounds)
+
+
+def test_sizes() -> None:
+    assert forward_sizes(8, 64) == [ForwardSize(64, 8, 64), ForwardSize(32, 8, 32), ForwardSize(16, 8, 16)]
+    assert forward_sizes(1000, 1 << 20)[0] == ForwardSize(2048, 256, 256)
+    assert forward_sizes(8, 8) == []
