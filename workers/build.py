@@ -189,6 +189,7 @@ def make_target(
     if not config.model.enforce_eager and runner.key() is None:
         report(f"target: {runner.warm_up()}")
     warm = warm_up(config, allocate, parts, report)
+    capture_forwards(parts, config.scheduler.max_num_batched_tokens, report)
     measurement = Measurement(config, runner, draft, pace_tokens, warm.keys)
     costs = measurement.costs() if warm.swap is None else StepCosts({}, {})
     slots.clear()
@@ -197,12 +198,7 @@ def make_target(
     rule = (make_rule or make_acceptance_rule)(config.speculative, masked)
     worker = TargetWorker(runner, slots, masked, loaded.spec.needs, rule)
     warm_rounds(worker, config)
-    rounds = None
-    if not config.model.enforce_eager:
-        capture_forwards("target", runner, config.scheduler.max_num_batched_tokens, report)
-        rounds = make_rounds(worker, draft, max_draft(config), report)
-    if draft is not None and loaded.draft is not None and not loaded.draft.is_eager:
-        capture_forwards("draft", draft.worker.forward, config.scheduler.max_num_batched_tokens, report)
+    rounds = None if config.model.enforce_eager else make_rounds(worker, draft, max_draft(config), report)
     return ReadyTarget(worker, draft, costs, warm.swap, rounds)
 
 
@@ -215,8 +211,8 @@ def make_draft(
     engine = make_engine(draft, config, slots, sampler, num_blocks=allocate.num_blocks)
     parts: dict[str, Compilable] = {} if draft.is_eager else {"draft": engine.worker.forward}
     warm = warm_up(config, allocate, parts, report)
+    capture_forwards(parts, config.scheduler.max_num_batched_tokens, report)
     if not draft.is_eager:
-        capture_forwards("draft", engine.worker.forward, config.scheduler.max_num_batched_tokens, report)
         graph_drafts(engine, max_draft(config), report)
     return engine, Measurement(config, None, engine, keys=warm.keys)
 

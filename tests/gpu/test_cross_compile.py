@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +30,13 @@ print("asked for at launch:", made.metadata.shared)
 CHILD = """
 import torch
 from workers.attention.backend import Options
-from workers.gpu.kernels.attention import Shape
+from workers.gpu.kernels.attention import WIDE_BYTES, Shape
 from workers.gpu.kernels.attention_kernels import attention_kernel as kernel
 
 heads, kv_heads, key_size, value_size, window, has_sinks, arch, is_divided, length = json.loads(sys.argv[1])
 options = Options(0.1, window, sinks_H=torch.zeros(1) if has_sinks else None)
-shape = Shape(heads, kv_heads, key_size, value_size, 16, options)
+reads_many = arch >= 90 and 2 * max(key_size, value_size) <= WIDE_BYTES
+shape = Shape(heads, kv_heads, key_size, value_size, 16, options, reads_many=reads_many)
 tile = shape.tile(length)
 constants = shape.constants(tile) | {"ONE_TILE": length * shape.share <= tile, "IS_DIVIDED": is_divided}
 if not has_sinks:
@@ -75,24 +77,28 @@ SHAPES = {
     "gpt-oss 20b": (64, 8, 64, 64, 128, True),
     "deepseek v3 expanded": (128, 128, 192, 128, 0, False),
 }
+SPILLED = {"llama and qwen3 8b": 136, "gpt-oss 20b": 16}
+"""Bytes of tiles of chunks on sm_90, beside trees. Measured on an H200, more warps, which spill none, take longer."""
 ROOT = Path(__file__).parents[2]
 
 
-def check(shape: str, arch: int, is_divided: bool, length: int, folder: Path) -> None:
-    run_child(CHILD, [*SHAPES[shape], arch, is_divided, length], folder)
+def check(  # noqa: PLR0917
+    shape: str, arch: int, is_divided: bool, length: int, folder: Path, most_spilled: int = 0
+) -> None:
+    run_child(CHILD, [*SHAPES[shape], arch, is_divided, length], folder, most_spilled)
 
 
-def run_child(code: str, arguments: list[object], folder: Path) -> None:
-    """Compile in a process in which kernels are not interpreted."""
+def run_child(code: str, arguments: list[object], folder: Path, most_spilled: int = 0) -> None:
+    """Compile in a process in which kernels are not interpreted; of each thread so many bytes may be spilled."""
     given = json.dumps(arguments)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", BEGIN + code + END, given, str(folder)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert "REG:" in ran.stdout
-    assert " STACK:0 " in ran.stdout
-    assert " LOCAL:0 " in ran.stdout
+    spilled = re.search(r"REG:\d+ STACK:(\d+) .*LOCAL:0 ", ran.stdout)
+    assert spilled is not None, ran.stdout
+    assert int(spilled[1]) <= most_spilled, ran.stdout
     print(arguments, ran.stdout)  # pytest -rP shows the registers
 
 
@@ -112,7 +118,8 @@ def test_kernels_of_layers_compile_without_spills(shape: str, kernel: str, arch:
 @pytest.mark.parametrize(("is_divided", "length"), [(True, 1), (True, 8), (False, 512)])
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_kernel_compiles_without_spills(
+def test_every_kernel_compiles_almost_without_spills(
     shape: str, arch: int, is_divided: bool, length: int, tmp_path: Path
 ) -> None:
-    check(shape, arch, is_divided, length, tmp_path)
+    most_spilled = 0 if is_divided or arch < 90 else SPILLED.get(shape, 0)
+    check(shape, arch, is_divided, length, tmp_path, most_spilled)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from protos.progress import ProgressCallback
+from workers.compiled.warming import Compilable
 from workers.distributed.groups import Solo
 from workers.draft.target_cache import TargetCache
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
@@ -21,7 +22,6 @@ from workers.gpu.inputs import Buffers, DraftPlan, InputRoom, RoundInputs, Round
 from workers.gpu.rounds import CapturedSteps, DeviceRounds
 from workers.gpu.sizes import MOST_ROWS, Chooser, Size, StepKey, forward_sizes, row_sizes
 from workers.gpu.target_step import TargetStep, write_drafts
-from workers.model.draft_forward import DraftForward
 from workers.model.runner import ModelRunner
 from workers.model.torch_mode import TorchMode
 from workers.sampling.sampler import Sampler
@@ -90,23 +90,22 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
         engine.proposer = GraphedDrafts(engine, drafts, loops, buffers)
 
 
-def capture_forwards(name: str, runner: DraftForward, most_tokens: int, report: ProgressCallback) -> None:
+def capture_forwards(runners: Mapping[str, Compilable], most_tokens: int, report: ProgressCallback) -> None:
     """Have forwards of prompts, and of rounds that graphs do not run whole, run as graphs; change nothing on a CPU.
 
     Args:
-        name: what the runner is of, for messages.
-        runner: before it serves. Some have forwards that no graph repeats.
+        runners: by name, before they serve. Some have forwards that no graph repeats.
         most_tokens: of a round.
-        report: called with a line for the graphs.
+        report: called with a line for the graphs of each.
     """
-    if not isinstance(runner, ModelRunner) or not can_capture(runner):
-        return
-    sizes = forward_sizes(len(runner.slots.known_len), most_tokens)
-    if not isinstance(runner.attention, DeviceAttention) or runner.kv_window or runner.loaded.ranks > 1 or not sizes:
-        return
-    graphs = ForwardGraphs(f"forwards of the {name}", runner, runner.attention, sizes)
-    graphs.capture(report)
-    runner.captured = graphs
+    for name, runner in runners.items():
+        if not isinstance(runner, ModelRunner) or not isinstance(runner.attention, DeviceAttention):
+            continue
+        sizes = forward_sizes(len(runner.slots.known_len), most_tokens)
+        if sizes and can_capture(runner) and runner.kv_window is None and runner.loaded.ranks == 1:
+            graphs = ForwardGraphs(f"forwards of the {name}", runner, runner.attention, sizes)
+            graphs.capture(report)
+            runner.captured = graphs
 
 
 def _draft_and_report(loop: DraftProgram, buffers: Buffers, size: Size, chooser: Chooser) -> None:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +25,7 @@ from workers.gpu.graphs import GraphSet
 from workers.gpu.inputs import LINE, Buffers, DraftPlan, RoundRows
 from workers.gpu.sizes import Chooser, Size, StepKey, padded
 from workers.gpu.target_step import TargetStep
+from workers.sampling.sample import Limits
 from workers.sampling.sampler import NOT_A_NUMBER
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class DeviceRounds:
         self._worker, self._drafts, self._captured = worker, drafts, captured
         self._group = worker.runner.loaded.group
         self._area = None if drafts is None else drafts.area
-        self._rows = sorted({size.rows for size in captured.buffers.inputs})
+        self._row_sizes = sorted({size.rows for size in captured.buffers.inputs})
         self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
 
     @property
@@ -96,7 +97,7 @@ class DeviceRounds:
 
     def _slots(self, plan: RoundPlan) -> Ints | None:
         """Return the slots of the rows; None if the round takes the ordinary path."""
-        if not plan.decodes or padded(len(plan.rows), self._rows) is None:
+        if not plan.decodes or padded(len(plan.rows), self._row_sizes) is None:
             return None
         slots_R = np.array([row.slot for row in plan.rows], np.int64)
         return None if self._worker.sampler.needs_host(slots_R) else slots_R
@@ -105,7 +106,8 @@ class DeviceRounds:
         """Score drafts that the host has."""
         began = time.monotonic()
         drafted_R = np.array([len(draft) for draft in drafts], np.int64)
-        size, chooser = self._key(slots_R, is_drafting=bool(drafted_R.any()))
+        limits = self._worker.sampler.limits(slots_R)
+        size, chooser = self._key(limits, is_drafting=bool(drafted_R.any()))
         if (size, chooser) not in self._captured.targets:
             return None
         for row, draft in zip(plan.rows, drafts, strict=True):
@@ -116,7 +118,7 @@ class DeviceRounds:
             self._area.save(slots_R)
         if self._group.rank:
             self._group.check(self._captured.buffers.results.done)  # of the round before: its input is written over
-        self._send(size, plan, slots_R, DraftPlan.of_drafts(drafted_R), trees)
+        self._send(size, plan, self._rows(slots_R, limits, DraftPlan.of_drafts(drafted_R), trees))
         self._launch(size, chooser, len(slots_R))
         if self._group.rank:
             self._captured.buffers.results.done.record()
@@ -126,16 +128,17 @@ class DeviceRounds:
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, device: DeviceDrafts) -> RoundDone | None:
         """Draft on the device, and score what was drafted."""
-        if self._key(slots_R, is_drafting=True) not in self._captured.loops:
+        limits = self._worker.sampler.limits(slots_R)
+        if self._key(limits, is_drafting=True) not in self._captured.loops:
             return None
         began = time.monotonic()
         planned = self._prepared(device, plan.rows)
-        size, chooser = self._key(slots_R, is_drafting=bool(planned.drafted_R.any()))
+        size, chooser = self._key(limits, is_drafting=bool(planned.drafted_R.any()))
         if (size, chooser) not in self._captured.targets:
             return None
         if self._area is not None:
             self._area.save(slots_R[planned.drafted_R == 0])
-        self._send(size, plan, slots_R, planned, {})
+        self._send(size, plan, self._rows(slots_R, limits, planned, {}))
         if size.queries > 1:
             self._captured.loops.launch((size, chooser))
         drafted_s = time.monotonic() - began
@@ -154,21 +157,23 @@ class DeviceRounds:
             logger.exception("the draft failed; these rows go on without draft tokens")
         return DraftPlan.of_drafts(np.zeros(len(rows), np.int64))
 
-    def _key(self, slots_R: Ints, *, is_drafting: bool) -> StepKey:
-        rows = padded(len(slots_R), self._rows)
+    def _key(self, limits: Limits, *, is_drafting: bool) -> StepKey:
+        rows = padded(len(limits.temperature), self._row_sizes)
         assert rows is not None, "checked before"
         queries = 1 + (self._most_drafted if is_drafting else 0)
-        return Size(rows, queries), chooser_for(self._worker.sampler.limits(slots_R))
+        return Size(rows, queries), chooser_for(limits)
 
-    def _send(self, size: Size, plan: RoundPlan, slots_R: Ints, planned: DraftPlan, trees: Mapping[int, Draft]) -> None:
+    def _rows(self, slots_R: Ints, limits: Limits, planned: DraftPlan, trees: Mapping[int, Draft]) -> RoundRows:
+        return RoundRows(slots_R, self._worker.sampler.seeds(slots_R), limits, planned, trees)
+
+    def _send(self, size: Size, plan: RoundPlan, rows: RoundRows) -> None:
         """Send the round's input, and move K and V."""
-        sampler, inputs = self._worker.sampler, self._captured.buffers.inputs[size]
-        moves_M2 = np.array(plan.moves if self.moves_entries else (), np.int64).reshape(-1, 2)
-        fits = len(moves_M2) <= inputs.most_moves and size in self._captured.moves
-        if not fits:
-            self._worker.move(plan.moves if self.moves_entries else ())
+        inputs, moves = self._captured.buffers.inputs[size], plan.moves if self.moves_entries else ()
+        moves_M2 = np.array(moves, np.int64).reshape(-1, 2)
+        if len(moves_M2) > inputs.most_moves or size not in self._captured.moves:
+            self._worker.move(moves)
             moves_M2 = moves_M2[:0]
-        inputs.send(RoundRows(slots_R, sampler.seeds(slots_R), sampler.limits(slots_R), planned, trees, moves_M2))
+        inputs.send(replace(rows, moves_M2=moves_M2) if len(moves_M2) else rows)
         if len(moves_M2):
             self._captured.moves.launch(size)
 

@@ -109,5 +109,7 @@ class ResultArea:
 
 def fill(into: Array, values: npt.NDArray[np.generic], padding: float) -> None:
     """Write *values*, and *padding* after them."""
-    into[: len(values)] = values
-    into[len(values) :] = padding
+    count = len(values)
+    into[:count] = values
+    if count < len(into):
+        into[count:] = padding

@@ -137,20 +137,27 @@ class ModelRunner:
         for power in range((max_tokens - 1).bit_length() + 1):
             yield 1 << power, self.measure_size(1 << power)
 
-    def measure_size(self, num_rows: int) -> float:
-        """Return seconds of one forward with *num_rows* rows of one token. May be called while requests are served."""
-        attention = self._spare_attention(self.loaded.kv_dtype)
-        return min(self._time(num_rows, attention) for _ in range(TIMINGS))
+    def measure_size(self, num_tokens: int) -> float:
+        """Return seconds of one forward of so many rows of one token, or of several where there are fewer slots.
 
-    def _time(self, num_rows: int, attention: AttentionBackend) -> float:
-        rows_R = np.arange(num_rows)
-        batch = Batch(rows_R, np.zeros_like(rows_R), np.ones_like(rows_R), rows_R % self.loaded.vocab_size)
-        started = time.perf_counter()
+        May be called while requests are served, but not where forwards are captured: those write to block 0.
+        """
+        attention = self._spare_attention(self.loaded.kv_dtype)
+        return min(self._time(num_tokens, attention) for _ in range(TIMINGS))
+
+    def _time(self, num_tokens: int, attention: AttentionBackend) -> float:
+        num_rows = num_tokens if self.captured is None else min(num_tokens, len(self.slots.known_len))
+        rows_R, tokens_T = np.arange(num_rows), np.arange(num_tokens) % self.loaded.vocab_size
+        batch = Batch(rows_R, np.zeros_like(rows_R), np.bincount(np.arange(num_tokens) % num_rows), tokens_T)
         wanted_N = _padded(rows_R, min(2, num_rows))
-        attention.plan(AttentionMetadata.of(batch, np.zeros((num_rows, 1), np.int32), self.block_size))
-        states = ScratchStates(batch, self.device) if self._states is not None else None
-        logits_NV, _ = self._call(self._run, batch, wanted_N, attention, states)
-        logits_NV.sum().item()  # waits for the device, also on ranks without logits
+        started = time.perf_counter()
+        outputs = None if self.captured is None else self.captured.run(batch, wanted_N)
+        if outputs is None:
+            tables_RB = np.zeros((num_rows, -(-num_tokens // num_rows)), np.int32)
+            attention.plan(AttentionMetadata.of(batch, tables_RB, self.block_size))
+            states = ScratchStates(batch, self.device) if self._states is not None else None
+            outputs = self._call(self._run, batch, wanted_N, attention, states)
+        outputs[0].sum().item()  # waits for the device, also on ranks without logits
         return time.perf_counter() - started
 
     def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:

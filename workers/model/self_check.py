@@ -27,11 +27,11 @@ TREE = TreeMask(FIRST, (FIRST, FIRST, FIRST + 1), (0b001, 0b010, 0b101))
 """Three nodes after the first row: two children of its last token, and a child of the first of them."""
 WINDOW = 6
 BLOCK, BLOCKS = 8, 8
-TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
+TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest error of a token's logits relative to their standard deviation, in the median over the tokens of a part.
 
-The median, because rounding can send a token to another expert. Rounding of 32 layers in bf16 makes a few hundredths;
-the families that are refused by this check are wrong by 0.5 and more.
+The median, because rounding can send a token to another expert. Rounding of 32 layers in bf16 makes a few hundredths,
+and 0.12 in a Mixtral of random weights on a GPU; the families that this check refuses are wrong by 0.5 and more.
 """
 PARTS = [CHUNK, FIRST - CHUNK, SECOND, len(TREE.positions)]
 

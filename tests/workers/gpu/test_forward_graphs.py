@@ -11,6 +11,9 @@ from tests.support.gpu.engine import Served, lasting_tensors, llamas, only, serv
 from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
 from tests.support.identity import generate
 from tests.support.models.tiny_models import perturb
+from workers.attention.batch import Batch, Ints
+from workers.compile import Outputs
+from workers.gpu.forward_graphs import ForwardGraphs
 from workers.gpu.sizes import ForwardSize, forward_sizes
 
 PROMPTS = [[3, 5, 9, 11], [8, 4, 4], [7, 7, 60, 2, 9, 31]]
@@ -20,7 +23,7 @@ PENALTY = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, presenc
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llamas(tmp_path_factory.mktemp("pair"), 2, 1)[0]
+    return llamas(tmp_path_factory.mktemp("pair"), 1, 1)[0]
 
 
 def served(target: Path, params: SamplingParams, **options: Any) -> Served:
@@ -63,6 +66,24 @@ def test_drafts_feed_prompts_by_graphs_and_read_their_features(target: Path, tmp
     assert found.outputs == generate(target, PROMPTS, PENALTY, max_model_len=64).outputs
     assert found.proposed >= found.accepted > 0
     assert all(not {"attention_kernel", "norm_kernel"} & set(counts.kernels) for _, counts in found.rounds)
+
+
+def test_steps_are_measured_by_the_forwards_that_serve(target: Path) -> None:
+    """Of more tokens than there are slots, rows feed several."""
+    found = list[tuple[int, int, bool]]()
+    run = ForwardGraphs.run
+
+    def watched(graphs: ForwardGraphs, batch: Batch, wanted_N: Ints) -> Outputs | None:
+        outputs = run(graphs, batch, wanted_N)
+        found.append((len(batch.tokens_T), len(batch.slots_R), outputs is not None))
+        return outputs
+
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "policy": "adaptive"}
+    with mock.patch.object(ForwardGraphs, "run", watched):
+        served(target, GREEDY, speculative_config=speculative)
+    measured = found[: 3 * 5]  # three times each
+    assert {each[:2] for each in measured} == {(16, 3), (8, 3), (4, 3), (2, 2), (1, 1)}
+    assert all(is_captured for *_, is_captured in measured)
 
 
 def test_sizes() -> None:

@@ -16,8 +16,7 @@ MOST = 12
 """Kernels of one layer in a decode step that is not captured."""
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
 PROMPTS = [[3 + i, 5, 9, 11][: 2 + i % 3] for i in range(8)]
-
-
+CHAIN, TREE = {"num_speculative_tokens": 3}, {"num_speculative_tokens": 6, "eagle_topk": 2}
 LIMITED = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.9, top_p=0.8, seed=5)
 
 
@@ -54,10 +53,13 @@ def test_kernels_are_captured(models: list[Path], params: SamplingParams, choose
     assert found.outputs == generate(models[0], PROMPTS[:1], params, max_model_len=64).outputs
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"num_speculative_tokens": 6, "eagle_topk": 2}])
+@pytest.mark.parametrize(
+    ("shape", "batch"),
+    [(CHAIN, 1), (CHAIN, 3), (TREE, 1), pytest.param(TREE, 3, marks=pytest.mark.full)],
+    ids=["chain of one row", "chains", "tree of one row", "trees"],
+)
 def test_draws_of_targets_and_drafts_have_the_noise_of_their_rows(
-    models: list[Path], tmp_path: Path, batch: int, shape: dict[str, int]
+    models: list[Path], tmp_path: Path, shape: dict[str, int], batch: int
 ) -> None:
     """The same tokens, and as many draft tokens accepted, as where torch samples: of a single row, too."""
     draft = perturb(models[0], tmp_path / "draft", noise=0.04)
