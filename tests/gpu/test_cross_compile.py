@@ -71,6 +71,28 @@ for given in kernel.arg_names:
 aligned = [i for i, given in enumerate(kernel.arg_names) if signature[given] == "*bf16"]
 settings = {"num_warps": warps}
 """
+SAMPLING_CHILD = """
+from workers.gpu.kernels import limits, sampling, sampling_kernels
+
+name, flags, arch = json.loads(sys.argv[1])
+kernel = getattr(limits if name == "search_kernel" else sampling_kernels, name)
+known = {"BLOCK": sampling.BLOCK, "PART": sampling.PART, "BLOCKS": 32, **flags}
+needed = {"HAS_BITS": ("bits_MW", "bits_row_N"), "HAS_MIN_P": ("min_p_N",), "HAS_TOP_P": ("top_p_N", "ties_NB3")}
+needed |= {"HAS_TOP_K": ("top_k_N", "kth_sums", "kth_prefixes")}
+constants = {given: value for given, value in known.items() if given in kernel.arg_names}
+for flag, arguments in needed.items():
+    constants |= {given: None for given in arguments if given in kernel.arg_names and not flags[flag]}
+floats = {"logits_NV", "temperature_N", "greatest_NB"}
+doubles = {"min_p_N", "top_p_N", "scores_NB"} | ({"target_N"} if flags["BY_MASS"] else set())
+signature = {}
+for given in kernel.arg_names:
+    is_array = given.endswith(("_N", "_NB", "_NB3", "_NV", "_MW", "sums", "prefixes"))
+    words = given in {"bits_MW", "bits_row_N", "ids_NB"}
+    kind = "fp32" if given in floats else "fp64" if given in doubles else "i32" if words or not is_array else "i64"
+    signature[given] = "constexpr" if given in constants else "*" * is_array + kind
+aligned = [i for i, given in enumerate(kernel.arg_names) if signature[given].startswith("*")]
+settings = {"num_warps": sampling.WARPS}
+"""
 LAYERS = {"llama 8b": (4096, 14336, 128, False), "qwen3 8b": (4096, 12288, 128, True)}
 SHAPES = {
     "llama and qwen3 8b": (32, 8, 128, 128, 0, False),
@@ -104,6 +126,35 @@ def run_child(code: str, arguments: list[object], folder: Path, most_spilled: in
 
 def test_decode_compiles_without_spills(tmp_path: Path) -> None:
     check("llama and qwen3 8b", 90, True, 1, tmp_path)
+
+
+def compile_sampling(kernel: str, flags: dict[str, bool], arch: int, folder: Path) -> None:
+    off = {"HAS_BITS": False, "HAS_TOP_K": False, "HAS_TOP_P": False, "HAS_MIN_P": False, "BY_MASS": False}
+    run_child(SAMPLING_CHILD, [kernel, {**off, **flags}, arch], folder, most_spilled=16)
+
+
+def test_the_search_for_top_p_compiles(tmp_path: Path) -> None:
+    compile_sampling("search_kernel", {"BY_MASS": True, "HAS_TOP_K": True, "HAS_MIN_P": True}, 90, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("kernel", "flags"),
+    [
+        ("search_kernel", {}),
+        ("search_kernel", {"HAS_BITS": True}),
+        ("search_kernel", {"BY_MASS": True}),
+        ("search_kernel", {"BY_MASS": True, "HAS_BITS": True, "HAS_MIN_P": True}),
+        ("search_kernel", {"BY_MASS": True, "HAS_TOP_K": True}),
+        ("choose_kernel", {}),
+        ("choose_kernel", {"HAS_BITS": True}),
+        ("choose_kernel", {"HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True}),
+        ("ties_kernel", {"HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True}),
+    ],
+)
+def test_sampling_compiles(kernel: str, flags: dict[str, bool], arch: int, tmp_path: Path) -> None:
+    compile_sampling(kernel, flags, arch, tmp_path)
 
 
 @pytest.mark.full

@@ -93,6 +93,8 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
 def capture_forwards(runners: Mapping[str, Compilable], most_tokens: int, report: ProgressCallback) -> None:
     """Have forwards of prompts, and of rounds that graphs do not run whole, run as graphs; change nothing on a CPU.
 
+    All ranks of a target call this at once.
+
     Args:
         runners: by name, before they serve. Some have forwards that no graph repeats.
         most_tokens: of a round.
@@ -102,7 +104,7 @@ def capture_forwards(runners: Mapping[str, Compilable], most_tokens: int, report
         if not isinstance(runner, ModelRunner) or not isinstance(runner.attention, DeviceAttention):
             continue
         sizes = forward_sizes(len(runner.slots.known_len), most_tokens)
-        if sizes and can_capture(runner) and runner.kv_window is None and runner.loaded.ranks == 1:
+        if sizes and can_capture(runner) and runner.kv_window is None:
             graphs = ForwardGraphs(f"forwards of the {name}", runner, runner.attention, sizes)
             graphs.capture(report)
             runner.captured = graphs

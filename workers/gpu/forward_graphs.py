@@ -26,23 +26,26 @@ class ForwardGraphs:
 
     Args:
         name: for messages.
-        runner: of a model without recurrent layers, for which one rank is enough.
+        runner: of a model without recurrent layers. All of its ranks do the same at once.
         attention: the runner's.
         sizes: to capture, the largest first.
     """
 
     def __init__(self, name: str, runner: ModelRunner, attention: DeviceAttention, sizes: Seq[ForwardSize]) -> None:
         self._runner, self._slots, self._attention = runner, runner.slots, attention
+        self._group = runner.loaded.group
         width = runner.slots.blocks.shape[1]
         staging = StagingArea(max(_layout(size, width).size for size in sizes), runner.device)
         self._staging = staging
         self._inputs = {size: _Inputs(size, width, runner.block_size, staging) for size in sizes}
         self._sizes = sorted(sizes)
         self._copied = [torch.cuda.Event() for _ in staging.mirrors]  # type: ignore[no-untyped-call]
-        # All sizes write here: what each wrote for itself would add up.
-        self._logits_NV = torch.zeros(sizes[0].wanted, runner.loaded.vocab_size, device=runner.device)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # All sizes write here: what each wrote for itself would add up. Ranks other than 0 get no logits.
+        columns = 0 if self._group.rank else runner.loaded.vocab_size
+        self._logits_NV = torch.zeros(sizes[0].wanted, columns, device=runner.device)
         self._states_TF: torch.Tensor | None = None
-        self._graphs: GraphSet[ForwardSize] = GraphSet(name, GraphCapturer(runner.device, runner.loaded.group))
+        self._graphs: GraphSet[ForwardSize] = GraphSet(name, GraphCapturer(runner.device, self._group))
 
     def capture(self, report: ProgressCallback) -> None:
         """Capture all sizes; *report* is called with one line. Writes to block 0, which no sequence has yet."""
@@ -54,9 +57,13 @@ class ForwardGraphs:
         size = self._size(batch, wanted_N)
         if size is None:
             return None
-        plan = AttentionMetadata.of(batch, self._slots.blocks, self._runner.block_size)
-        self._send(size, plan, batch, wanted_N)
+        if self._group.rank:
+            self._group.check(self._done)  # of the forward before, whose results were not read here
+        self._send(size, AttentionMetadata.of(batch, self._slots.blocks, self._runner.block_size), batch, wanted_N)
         self._graphs.launch(size)
+        self._done.record()
+        if self._group.rank == 0:
+            self._group.check(self._done)  # one rank alone waits for nothing
         states_TF = None if self._states_TF is None else self._states_TF[: len(batch.tokens_T)]
         return self._logits_NV[: len(wanted_N)], states_TF
 

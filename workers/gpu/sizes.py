@@ -52,5 +52,5 @@ def padded(num_rows: int, sizes: list[int]) -> int | None:
 def forward_sizes(most_rows: int, most_tokens: int) -> list[ForwardSize]:
     """Return the forwards that are captured, the largest first, for rounds of so many rows and tokens at most."""
     rows = min(most_rows, MOST_ROWS)
-    fitting = [tokens for tokens in reversed(TOKENS) if tokens <= most_tokens]
-    return [ForwardSize(tokens, min(tokens, rows), min(tokens, MOST_WANTED)) for tokens in fitting]
+    fitting = {min(tokens, most_tokens) for tokens in TOKENS}
+    return [ForwardSize(each, min(each, rows), min(each, MOST_WANTED)) for each in sorted(fitting, reverse=True)]

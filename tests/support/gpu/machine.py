@@ -132,6 +132,7 @@ def pretended_cuda() -> Iterator[None]:
         "torch.cuda.is_available": lambda: True,
         "torch.cuda.device_count": lambda: 1,
         "torch.cuda.get_device_properties": lambda _device: SimpleNamespace(name=threading.current_thread().name),
+        "torch.cuda.get_device_capability": lambda _device=None: (9, 0),
         "torch.cuda.mem_get_info": lambda _device=None: (MEMORY, MEMORY),
         "torch.cuda.memory_allocated": lambda _device=None: 0,
         "torch.cuda.set_device": lambda _device: None,
@@ -169,12 +170,15 @@ def pretended_cuda() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interpreted_kernels(gpu: Machine) -> Iterator[None]:
-    """Let engines on *gpu* use Triton's kernels, and interpret them; each launch is counted as a kernel."""
-    run = InterpretedFunction.run
+def interpreted_kernels() -> Iterator[None]:
+    """Let engines use Triton's kernels, and interpret them; each launch is counted as a kernel of the thread's GPU."""
+    run, one_at_a_time = InterpretedFunction.run, threading.Lock()  # the interpreter replaces functions of triton
 
     def counted(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        launch = functools.partial(run, kernel, grid=grid, warmup=warmup)
+        def launch(*args: Any, **constants: Any) -> None:
+            with one_at_a_time:
+                run(kernel, *args, grid=grid, warmup=warmup, **constants)
+
         given = [*args, *constants.values()]
         if not any(isinstance(each, PretendTensor) for each in given):
             launch(*args, **constants)
@@ -183,6 +187,7 @@ def interpreted_kernels(gpu: Machine) -> Iterator[None]:
         with torch.utils._python_dispatch._disable_current_modes():
             held = [each.held if isinstance(each, PretendTensor) else each for each in args]
             launch(*held, **constants)
+        gpu = _machine()
         gpu.kernel(kernel.fn.__name__)
         if gpu.recorder is not None:
             gpu.recorder.kernel(launch, args, constants, None)

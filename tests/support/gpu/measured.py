@@ -74,7 +74,7 @@ def measure(target: Path, batch: int, kind: str, speculative: dict[str, Any] | N
         machine = stack.enter_context(pretended_gpu())
         stack.enter_context(only(batch, chooser))
         if wanted == "kernels":
-            stack.enter_context(interpreted_kernels(machine))
+            stack.enter_context(interpreted_kernels())
         served = serve(
             machine,
             target,

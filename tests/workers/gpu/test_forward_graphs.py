@@ -28,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def served(target: Path, params: SamplingParams, **options: Any) -> Served:
     """Serve all prompts on a GPU on which forwards of 4 and 24 tokens are captured."""
-    with pretended_gpu() as machine, interpreted_kernels(machine), only(3, "greedy", forwards=(4, 24)):
+    with pretended_gpu() as machine, interpreted_kernels(), only(3, "greedy", forwards=(4, 24)):
         found = serve(machine, target, PROMPTS, params, max_num_seqs=3, **options)
     static = lasting_tensors(found.rank)
     for graph in machine.capture.graphs:
@@ -89,4 +89,5 @@ def test_steps_are_measured_by_the_forwards_that_serve(target: Path) -> None:
 def test_sizes() -> None:
     assert forward_sizes(8, 64) == [ForwardSize(64, 8, 64), ForwardSize(32, 8, 32), ForwardSize(16, 8, 16)]
     assert forward_sizes(1000, 1 << 20)[0] == ForwardSize(2048, 256, 256)
-    assert forward_sizes(8, 8) == []
+    assert [size.tokens for size in forward_sizes(8, 40)] == [40, 32, 16]
+    assert forward_sizes(8, 5) == [ForwardSize(5, 5, 5)]

@@ -23,7 +23,7 @@ LIMITED = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.9, top_p=0
 def served(
     model: Path, batch: int, params: SamplingParams = GREEDY, chooser: Chooser = "greedy", **arguments: object
 ) -> Served:
-    with pretended_gpu() as machine, interpreted_kernels(machine), only(batch, chooser):
+    with pretended_gpu() as machine, interpreted_kernels(), only(batch, chooser):
         return serve(machine, model, PROMPTS[:batch], params, max_num_seqs=batch, **arguments)
 
 

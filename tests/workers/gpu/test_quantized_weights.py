@@ -34,7 +34,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def served(model: Path, batch: int, **arguments: Any) -> Served:
-    with pretended_gpu() as machine, interpreted_kernels(machine), only(batch, "greedy"):
+    with pretended_gpu() as machine, interpreted_kernels(), only(batch, "greedy"):
         return serve(machine, model, PROMPTS[:batch], GREEDY, max_num_seqs=batch, **arguments)
 
 
@@ -85,7 +85,7 @@ def test_experts_in_groups_are_captured(mxfp4: Path) -> None:
 def test_memory_is_that_of_the_quantised_weights(mxfp4: Path) -> None:
     """17 bytes for 32 weights of experts, as on a CPU."""
     on_cpu = load(ModelConfig(model=str(mxfp4)))
-    with pretended_gpu() as machine, interpreted_kernels(machine):
+    with pretended_gpu(), interpreted_kernels():
         on_gpu = load(ModelConfig(model=str(mxfp4)))
         num_bytes = weight_bytes(on_gpu.model)
         stacks = [layer for layer in on_gpu.model.modules() if isinstance(layer, StackedLinear)]
@@ -113,7 +113,7 @@ def test_a_layer_gives_what_it_gives_on_a_cpu(name: str) -> None:
     weight = SCHEMES[name](torch.randn(33, 300, generator=generator))
     x = torch.randn(2, 3, 300, generator=generator)
     expected = QuantizedLinear(weight)(x)
-    with pretended_gpu() as machine, interpreted_kernels(machine):
+    with pretended_gpu(), interpreted_kernels():
         found = QuantizedLinear(weight.to(CUDA))(x.to(CUDA)).cpu()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
@@ -125,7 +125,7 @@ def test_loaded_modules_are_quantised_where_they_are(name: str) -> None:
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
     on_cpu = copy.deepcopy(plain)
     quantize_module(on_cpu, SCHEMES[name], ())
-    with pretended_gpu() as machine, interpreted_kernels(machine):
+    with pretended_gpu(), interpreted_kernels():
         on_gpu = plain.to(CUDA)
         assert quantize_module(on_gpu, SCHEMES[name], ()) == 1
         found = on_gpu(x.to(CUDA)).cpu()

@@ -27,7 +27,7 @@ from tests.support.distributed.ranks import on_ranks
 from tests.support.gpu.counts import Counts
 from tests.support.gpu.engine import lasting_tensors, only
 from tests.support.gpu.graphs import PretendCapture, PretendGraph
-from tests.support.gpu.machine import Machine, pretended_cuda
+from tests.support.gpu.machine import Machine, interpreted_kernels, pretended_cuda
 from tests.support.gpu.pretend import CUDA
 from tests.support.gpu.worker_group import PretendedWorkers, pretended_workers
 from workers.distributed.groups import Group, GroupError
@@ -122,6 +122,26 @@ def test_a_draft_beside_rank_0_has_graphs_of_its_own(
     graphs = [{budget["graphs"] for k, budget, _ in budgets(workers, rank) if k} for rank in range(2)]
     assert max(graphs[0]) == 2
     assert graphs[1] == {1}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_prompts_are_one_graph_on_every_rank(
+    workers: PretendedWorkers, models: Models, plain: dict[str, list[int]], ranks: int
+) -> None:
+    few = only(4, "greedy", "drawn", forwards=(32,))
+    with interpreted_kernels(), few, started(workers, models, ranks, None) as engine:
+        engine.put(*some_requests(3))
+        assert_same(engine.finish(), plain)
+    for rank in range(ranks):
+        rounds = workers.rounds[f"target rank {rank}"]
+        prompts = [counts for plan, counts in rounds if not plan.decodes]
+        assert prompts
+        for counts in prompts:
+            assert counts.graphs == 1
+            assert not {"attention_kernel", "write_kernel", "mm"} & set(counts.kernels)
+        static = lasting_tensors(workers.ranks[f"target rank {rank}"])
+        for graph in workers.machines[f"target rank {rank}"].capture.graphs:
+            graph.reads_only(static)
 
 
 def refusing(after: int, thread: str) -> Callable[..., contextlib.AbstractContextManager[None]]:

@@ -156,9 +156,8 @@ def search_kernel(
 ) -> None:
     """One pass over one block of one row: add up the weights above 16 candidates for the next digit.
 
-    A value is not below a candidate if its own digit is not below the candidate's. Only values with the digits found so
-    far are compared with candidates: those above are above all of them. Blocks, and parts of them, that lie below add
-    nothing. After the first passes few values are left.
+    A value is not below a candidate if its own digit is not below the candidate's. Blocks, and parts of them, that lie
+    below the digits found so far add nothing: after the first passes those are most.
 
     `sums` is int64 `[PASSES, N, blocks, 16]`, `prefixes` int64 `[PASSES, N]`: the digits found before each pass.
     """
@@ -188,8 +187,7 @@ def search_kernel(
         if HAS_TOP_K:
             top_k = tl.load(top_k_N + row).to(tl.int64)
             kth = find_last(kth_sums, kth_prefixes, row, rows, blocks, top_k, step * 0 + 8, BLOCKS)
-    # One sum over ids at the end: each is a round of barriers.
-    sum_DP, above_P = tl.zeros([16, PART], tl.int64), tl.zeros([PART], tl.int64)
+    sum_DP = tl.zeros([16, PART], tl.int64)  # one sum over ids at the end: each is a round of barriers
     lowest = tl.maximum(prefix, kth)
     if in_order(tl.load(greatest_NB + row * blocks + block)) >= lowest:
         for part in range(0, BLOCK, PART):
@@ -203,10 +201,6 @@ def search_kernel(
                     _, weight_P = weigh(value_P, greatest, kth, min_p)
                 else:
                     weight_P = (id_P < vocab).to(tl.int64)
-                own_P = (number_P - prefix) >> shift
-                above_P += tl.where(own_P > 15, weight_P, 0)
-                is_within_P = (own_P >= 0) & (own_P <= 15)
-                if tl.max(is_within_P.to(tl.int32), 0) > 0:
-                    within_P, digit_P = tl.where(is_within_P, weight_P, 0), own_P.to(tl.int32)
-                    sum_DP += tl.where(digit_P[None, :] >= digit_D[:, None], within_P[None, :], 0)
-    tl.store(sums + (at * blocks + block) * 16 + digit_D, tl.sum(sum_DP, 1) + tl.sum(above_P, 0))
+                last_P = tl.where(number_P < prefix, -1, tl.minimum((number_P - prefix) >> shift, 15)).to(tl.int32)
+                sum_DP += tl.where(last_P[None, :] >= digit_D[:, None], weight_P[None, :], 0)
+    tl.store(sums + (at * blocks + block) * 16 + digit_D, tl.sum(sum_DP, 1))
