@@ -27,7 +27,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(target: Path, params: SamplingParams, **options: Any) -> Served:
-    """Serve all prompts on a GPU on which forwards of 4 and 24 tokens are captured."""
+    """Serve all prompts on a GPU on which forwards of 4 and 24 tokens are captured; no round has more."""
+    options = {"max_num_batched_tokens": 24, **options}
     with pretended_gpu() as machine, interpreted_kernels(), only(3, "greedy", forwards=(4, 24)):
         found = serve(machine, target, PROMPTS, params, max_num_seqs=3, **options)
     static = lasting_tensors(found.rank)

@@ -24,7 +24,8 @@ def served(
     model: Path, batch: int, params: SamplingParams = GREEDY, chooser: Chooser = "greedy", **arguments: object
 ) -> Served:
     with pretended_gpu() as machine, interpreted_kernels(), only(batch, chooser):
-        return serve(machine, model, PROMPTS[:batch], params, max_num_seqs=batch, **arguments)
+        few = {"max_num_seqs": batch, "max_num_batched_tokens": 32}  # warming runs the largest rounds
+        return serve(machine, model, PROMPTS[:batch], params, **few, **arguments)
 
 
 @pytest.fixture(scope="module")
