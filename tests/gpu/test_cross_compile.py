@@ -100,7 +100,7 @@ SHAPES = {
     "deepseek v3 expanded": (128, 128, 192, 128, 0, False),
 }
 SPILLED = {"llama and qwen3 8b": 136, "gpt-oss 20b": 16}
-"""Bytes of tiles of chunks on sm_90, beside trees. Measured on an H200, more warps, which spill none, take longer."""
+"""Bytes of tiles of chunks on sm_90, beside trees. Measured on an H200, more warps, which spill less, take longer."""
 ROOT = Path(__file__).parents[2]
 
 

@@ -59,7 +59,7 @@ class ForwardGraphs:
             return None
         if self._group.rank:
             self._group.check(self._done)  # of the forward before, whose results were not read here
-        self._send(size, AttentionMetadata.of(batch, self._slots.blocks, self._runner.block_size), batch, wanted_N)
+        self._send(size, batch, wanted_N)
         self._graphs.launch(size)
         self._done.record()
         if self._group.rank == 0:
@@ -74,7 +74,8 @@ class ForwardGraphs:
         needed = ForwardSize(len(batch.tokens_T), len(batch.slots_R), len(wanted_N))
         return next((size for size in self._sizes if size.has_room_for(needed) and size in self._graphs), None)
 
-    def _send(self, size: ForwardSize, plan: AttentionMetadata, batch: Batch, wanted_N: Ints) -> None:
+    def _send(self, size: ForwardSize, batch: Batch, wanted_N: Ints) -> None:
+        plan = AttentionMetadata.of(batch, self._slots.blocks, self._runner.block_size)
         mirror = self._staging.next_mirror()
         self._copied[mirror].synchronize()  # of the round before last: chunks of prompts return nothing to wait for
         self._inputs[size].write(mirror, plan, batch, wanted_N)
@@ -82,9 +83,8 @@ class ForwardGraphs:
         self._copied[mirror].record()
 
     def _prepare(self, size: ForwardSize) -> None:
-        one_R = np.ones(1, np.int64)
-        batch = Batch(one_R - 1, one_R - 1, one_R, one_R)
-        self._send(size, AttentionMetadata.of(batch, self._slots.blocks, self._runner.block_size), batch, one_R - 1)
+        zero_1, one_1 = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._send(size, Batch(zero_1, zero_1, one_1, one_1), zero_1)
 
     def _forward(self, inputs: "_Inputs") -> None:
         found = inputs.on_device

@@ -102,16 +102,9 @@ class FusedLayer:
         normed_TC = rms_norm(hidden_TC, before.weight, before.variance_epsilon)
         attended_TX = self._attend(normed_TC, cos_1TD[0], sin_1TD[0], named)
         hidden_TC, normed_TC = add_rms_norm(
-            hidden_TC, _called(attention.o_proj, attended_TX), after.weight, after.variance_epsilon
+            hidden_TC, _product(attention.o_proj, attended_TX), after.weight, after.variance_epsilon
         )
-        return self._down(swiglu(self._gate_up(normed_TC)), hidden_TC).unsqueeze(0)
-
-    def _down(self, inner_TI: torch.Tensor, hidden_TC: torch.Tensor) -> torch.Tensor:
-        """Return the sum of *hidden_TC* and the last product."""
-        down = self.layer.mlp.down_proj
-        if down._forward_hooks:  # they add the parts of other ranks
-            return hidden_TC + down(inner_TI)  # type: ignore[no-any-return]
-        return linear(inner_TI, down.weight, down.bias, hidden_TC)
+        return _product(self.layer.mlp.down_proj, swiglu(self._gate_up(normed_TC)), hidden_TC).unsqueeze(0)
 
     def _attend(
         self, normed_TC: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, named: dict[str, Any]
@@ -129,9 +122,12 @@ class FusedLayer:
         return output_1THD.reshape(len(qkv_TX), -1)
 
 
-def _called(layer: nn.Linear, input_TX: torch.Tensor) -> torch.Tensor:
-    """Return a layer's output, by its own code if hooks add the parts of other ranks."""
-    return layer(input_TX) if layer._forward_hooks else linear(input_TX, layer.weight, layer.bias)
+def _product(layer: nn.Linear, input_TX: torch.Tensor, added_TC: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a layer's output, plus *added_TC*; by its own code if hooks add the parts of other ranks."""
+    if not layer._forward_hooks:
+        return linear(input_TX, layer.weight, layer.bias, added_TC)
+    output_TC: torch.Tensor = layer(input_TX)
+    return output_TC if added_TC is None else added_TC + output_TC
 
 
 class Merged:

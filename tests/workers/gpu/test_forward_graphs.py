@@ -1,4 +1,4 @@
-"""Forwards alone as graphs: which rounds launch them, and the same tokens, log-probabilities and drafts as without."""
+"""Forwards alone as graphs: which rounds launch them, and the same tokens as without."""
 
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def test_a_forward_that_no_size_has_room_for_runs_eager(target: Path) -> None:
     assert {counts.graphs for _, counts in found.rounds} == {0}
 
 
-def test_drafts_feed_prompts_by_graphs_and_read_their_features(target: Path, tmp_path: Path) -> None:
+def test_draft_models_feed_prompts_and_draft_by_graphs(target: Path, tmp_path: Path) -> None:
     draft = perturb(target, tmp_path / "draft", noise=0.04)
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
     found = served(target, PENALTY, speculative_config=speculative)

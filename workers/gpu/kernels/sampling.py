@@ -75,10 +75,9 @@ class _Sampling:
     def __init__(self, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: KernelLimits) -> None:
         self._rows, self._vocab = logits_NV.shape
         self._blocks = -(-self._vocab // BLOCK)
-        # Columns of a round's input, and what is repeated for the tokens of a single row, have other strides.
-        self._logits_NV, self._keys_N, self._limits = logits_NV, keys_N.contiguous(), limits.contiguous()
+        limits = limits.contiguous()  # what is repeated for the tokens of a single row is not, nor columns of keys
+        self._logits_NV, self._keys_N, self._limits = logits_NV, keys_N.contiguous(), limits
         self._blocks_padded = power_of_two(self._blocks)
-        limits = self._limits
         self._words = 0 if limits.bits_MW is None else limits.bits_MW.shape[1]
         self._input = (logits_NV, logits_NV.stride(0), limits.temperature_N, limits.bits_MW, limits.bits_row_N)
         self._greatest_NB = self._empty(torch.float32)
