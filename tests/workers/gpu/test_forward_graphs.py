@@ -1,21 +1,31 @@
 """Forwards alone as graphs: which rounds launch them, and the same tokens as without."""
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from protos.messages import Row, Verdict
 from slipstream import SamplingParams
 from tests.support.gpu.engine import Served, lasting_tensors, llamas, only, serve
 from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
 from tests.support.identity import generate
+from tests.support.models import synthetic
 from tests.support.models.tiny_models import perturb
 from workers.attention.batch import Batch, Ints
 from workers.compile import Outputs
+from workers.features import Features
 from workers.gpu.forward_graphs import ForwardGraphs
 from workers.gpu.sizes import ForwardSize, forward_sizes
+from workers.target import TargetWorker
 
+Floats = npt.NDArray[np.float32]
 PROMPTS = [[3, 5, 9, 11], [8, 4, 4], [7, 7, 60, 2, 9, 31]]
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
 PENALTY = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, presence_penalty=1.5)
@@ -67,6 +77,35 @@ def test_draft_models_feed_prompts_and_draft_by_graphs(target: Path, tmp_path: P
     assert found.outputs == generate(target, PROMPTS, PENALTY, max_model_len=64).outputs
     assert found.proposed >= found.accepted > 0
     assert all(not {"attention_kernel", "norm_kernel"} & set(counts.kernels) for _, counts in found.rounds)
+
+
+@contextmanager
+def recorded_features() -> Iterator[list[tuple[Ints, Floats]]]:
+    """Record the table and the features of each round."""
+    found, kept = list[tuple[Ints, Floats]](), TargetWorker.kept
+
+    def watched(worker: TargetWorker, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
+        features = kept(worker, rows, verdicts)
+        found.append((features.table_M4, features.states_NF.cpu().numpy().copy()))
+        return features
+
+    with mock.patch.object(TargetWorker, "kept", watched):
+        yield found
+
+
+def test_the_draft_is_fed_the_features_of_these_forwards(target: Path, tmp_path: Path) -> None:
+    made = synthetic.recurrent(target)
+    speculative = {"method": made.method, "model": str(made.write(tmp_path / "draft")), "num_speculative_tokens": 2}
+    options: dict[str, Any] = {"max_num_batched_tokens": 24, "speculative_config": speculative}
+    with recorded_features() as of_graphs:
+        found = served(target, PENALTY, **options)
+    with recorded_features() as of_layers:
+        ordinary = generate(target, PROMPTS, PENALTY, max_model_len=64, max_num_seqs=3, **options)
+    assert found.outputs == ordinary.outputs
+    assert len(of_graphs) == len(of_layers) > 2
+    for (table_M4, states_NF), (other_M4, other_NF) in zip(of_graphs, of_layers, strict=True):
+        assert table_M4.tolist() == other_M4.tolist() and len(states_NF)
+        np.testing.assert_allclose(states_NF, other_NF, rtol=1e-3, atol=1e-4)
 
 
 def test_steps_are_measured_by_the_forwards_that_serve(target: Path) -> None:
