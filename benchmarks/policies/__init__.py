@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.proposers import build_store, proposers
 from benchmarks.shared import measure
-from benchmarks.shared.sides import DemoEngine
+from benchmarks.shared.sides import GREEDY, DemoEngine
 from benchmarks.shared.texts import random_draft, requests
 from benchmarks.shared.workload import Item, SamplingSettings
 from demo import pair
@@ -141,18 +141,21 @@ class EngineGroup:
             }
         return EngineGroup({name: engine(target, each, batch, args) for name, each in configs.items()}, fixed)
 
-    def measured(self, text: str, temperature: float, batch: int, items: list[Item], blocks: int) -> list[PolicyRow]:
-        """Measure a cell of each method; the first blocks warm up every side and are not counted.
+    def read(self, items: list[Item]) -> None:
+        """Let an engine with a fixed K of each method, if there is one, read the prompts of *items*.
 
-        Those with a fixed K read all prompts before. The first engine that reads one of some length prepares kernels
-        which others of the process then find, in 3 ms for the demo draft: it was always the adaptive one.
+        The first engine that reads one of some length prepares kernels which others of the process then find: 3 ms for
+        the demo draft. The adaptive policy would learn from such short answers.
         """
+        for sides in self.fixed.values():
+            for item in items if sides else ():
+                self.sides[sides[max(sides)]].one(replace(item, max_tokens=2), GREEDY)
+
+    def measured(self, text: str, temperature: float, batch: int, items: list[Item], blocks: int) -> list[PolicyRow]:
+        """Measure a cell of each method; the first blocks warm up every side and are not counted."""
         sampling = SamplingSettings(temperature)
         runs = {name: partial(each.stream, sampling=sampling) for name, each in self.sides.items()}
         work, slice_tokens = batches(items, batch, blocks + WARM_BLOCKS), SLICE_STEPS[batch] * batch
-        for side in {side for sides in self.fixed.values() for side in sides.values()}:
-            for item in dict.fromkeys(itertools.chain(*work)):
-                self.sides[side].one(replace(item, max_tokens=2), sampling)
         measure.alternate_slices(runs, work[:WARM_BLOCKS], slice_tokens)
         before = self._num_drafted()
         timings = _with_mean(measure.alternate_slices(runs, work[WARM_BLOCKS:], slice_tokens))
@@ -197,6 +200,7 @@ def rows(methods: Mapping[str, Config], batch: int, args: argparse.Namespace) ->
         if args.texts and text not in args.texts:
             continue
         group = EngineGroup.of(target, methods, batch, args)
+        group.read(items[: (WARM_BLOCKS + args.blocks) * WAVES[batch] * batch])
         for temperature in args.temperatures:
             yield from group.measured(text, temperature, batch, items, args.blocks)
         group.shutdown()

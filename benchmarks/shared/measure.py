@@ -28,6 +28,7 @@ __all__ = [
     "write",
 ]
 Block = TypeVar("Block")
+Side = TypeVar("Side")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def alternate(
     tokens: list[int] = []
     for index, block in enumerate(blocks):
         made = {}
-        for name in names[index % len(names) :] + names[: index % len(names)]:
+        for name in _rotated(names, index):
             with (around or {}).get(name, nullcontext)():
                 began = time.perf_counter()
                 made[name] = sides[name](block)
@@ -120,16 +121,20 @@ def alternate_slices(
     tokens: list[int] = []
     for index, block in enumerate(blocks):
         runs = {name: _SlicedRun(side(block)) for name, side in sides.items()}
-        order = [*runs.values()]
-        order = order[index % len(order) :] + order[: index % len(order)]
+        order = _rotated([*runs.values()], index)
         while not all(run.has_ended for run in order):
             for run in order:
                 run.go_on(num_tokens)
-            order = order[1:] + order[:1]
+            order = _rotated(order, 1)
         tokens.append(_equal(index, {name: run.num_tokens for name, run in runs.items()}))
         for name, run in runs.items():
             seconds[name].append(run.seconds)
     return Timings(np.array(tokens, float), {name: np.array(values) for name, values in seconds.items()})
+
+
+def _rotated(sides: list[Side], by: int) -> list[Side]:
+    start = by % len(sides)
+    return sides[start:] + sides[:start]
 
 
 def _equal(index: int, made: Mapping[str, int]) -> int:

@@ -96,11 +96,10 @@ def recorded_features() -> Iterator[list[tuple[Ints, Floats]]]:
 def test_the_draft_is_fed_the_features_of_these_forwards(target: Path, tmp_path: Path) -> None:
     made = synthetic.recurrent(target)
     speculative = {"method": made.method, "model": str(made.write(tmp_path / "draft")), "num_speculative_tokens": 2}
-    options: dict[str, Any] = {"max_num_batched_tokens": 24, "speculative_config": speculative}
     with recorded_features() as of_graphs:
-        found = served(target, PENALTY, **options)
+        found = served(target, PENALTY, speculative_config=speculative)
     with recorded_features() as of_layers:
-        ordinary = generate(target, PROMPTS, PENALTY, max_model_len=64, max_num_seqs=3, **options)
+        ordinary = generate(target, PROMPTS, PENALTY, max_model_len=64, speculative_config=speculative)
     assert found.outputs == ordinary.outputs
     assert len(of_graphs) == len(of_layers) > 2
     for (table_M4, states_NF), (other_M4, other_NF) in zip(of_graphs, of_layers, strict=True):
