@@ -8,6 +8,7 @@ from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +23,15 @@ ASSUMED = 0.7
 """Acceptance of a typical trained draft of the same family, before anything was measured."""
 PRIOR_TRIALS = 4.0
 """Weight of the assumption for depth 1, and of drafted tokens of the depth before for each further depth, in trials."""
+LEAST_ASSUMED = 0.5
+"""The least that the weight of the assumption falls to: it is forgotten with what was seen."""
 MEMORY_TRIALS = 200.0
 """When so many first draft tokens were tried, half of what was seen is forgotten."""
 AGED_TRIALS = 16.0
 """Of what was seen, so many trials still count after a while without drafts."""
-REQUEST_PRIOR = 60.0
-"""Weight of the method's estimate in that for a request, in trials: as if requests differed by about 0.06."""
-REQUEST_MEMORY = 0.98
+REQUEST_PRIOR = 32.0
+"""Weight of the method's estimate in that for a request, in trials: as if requests differed by about 0.08."""
+REQUEST_MEMORY = 0.96
 """Share of a request's trials that each of its drafts keeps: its text changes."""
 
 
@@ -73,7 +76,8 @@ WORKER_ALONE = Sources()
 class RequestAcceptance:
     """What one request showed: draft tokens that were tried, those accepted, and those expected to be.
 
-    A draft token is tried if all before it were accepted.
+    A draft token is tried if all before it were accepted. The expected ones are in units of the rate of first tokens:
+    that of all requests is known better later, by this request, too.
     """
 
     tried: float = 0.0
@@ -86,12 +90,17 @@ class RequestAcceptance:
         self.accepted = REQUEST_MEMORY * self.accepted + accepted
         self.expected = REQUEST_MEMORY * self.expected + expected
 
+    @property
+    def weight(self) -> float:
+        """What its next draft shows of other requests: the less, the more of it was seen."""
+        return REQUEST_PRIOR / (REQUEST_PRIOR + self.tried)
+
     def factor(self, mean: float) -> float:
         """Return how much better or worse than expected the odds of its draft tokens were; *mean* is usual for all."""
         if not self.tried:
             return 1.0
         trials = self.tried + REQUEST_PRIOR
-        found, usual = ((count + REQUEST_PRIOR * mean) / trials for count in (self.accepted, self.expected))
+        found, usual = ((count + REQUEST_PRIOR * mean) / trials for count in (self.accepted, mean * self.expected))
         return _odds(found) / _odds(usual)
 
 
@@ -109,6 +118,16 @@ class DecodingRow:
         """Return the row without draft tokens from other sources."""
         limits = [limit * (source == each) for each, limit in enumerate(self.limits)]
         return DecodingRow(tuple(limits), self.acceptances)
+
+
+class Asked(NamedTuple):
+    """A row that decodes in a round, and the most draft tokens that it was asked for from each source."""
+
+    k_S: tuple[int, ...]
+    row: DecodingRow
+
+
+NOT_ASKED = Asked((), DecodingRow((), ()))
 
 
 class DecodingRows:
@@ -158,10 +177,10 @@ class AcceptanceModel:
         # Asked for: all tokens, those before which all were accepted, and those of the latter that were drafted.
         self._asked, self._tried, self._scored = ([0.0] * (depth + 1) for _ in range(3))
         self._drafted, self._accepted = ([0.0] * (depth + 1) for _ in range(2))
-        self._num_trials = 0.0
+        self._num_trials, self._num_assumed = 0.0, PRIOR_TRIALS
         self._rates_D = np.full(depth, ASSUMED)
         self._drafted_D = np.ones(depth)
-        self._expected = [ASSUMED * tried for tried in range(depth + 1)]
+        self._expected = [float(tried) for tried in range(depth + 1)]  # accepted tokens, for each first one
 
     @property
     def rates(self) -> Floats:
@@ -180,19 +199,22 @@ class AcceptanceModel:
         """
         tried = min(asked, accepted + 1)
         accepted = min(accepted, tried)
+        weight = request.weight
         request.add(tried, accepted, self._expected[tried])
-        self._tried[tried] += 1
-        self._scored[min(tried, drafted)] += 1
-        self._accepted[accepted] += 1
-        self._asked[asked] += 1
-        self._drafted[min(drafted, asked)] += 1
-        self._num_trials += 1
+        self._tried[tried] += weight
+        self._scored[min(tried, drafted)] += weight
+        self._accepted[accepted] += weight
+        self._asked[asked] += weight
+        self._drafted[min(drafted, asked)] += weight
+        self._num_trials += weight
         if self._num_trials > MEMORY_TRIALS:
             self._keep(0.5)
 
     def age(self) -> None:
         """Let the next drafts count more: there was none for a while, and the text may be another."""
-        self._keep(min(1.0, AGED_TRIALS / max(self._num_trials, 1.0)))
+        share = min(1.0, AGED_TRIALS / max(self._num_trials, 1.0))
+        self._keep(share)
+        self._num_assumed = max(LEAST_ASSUMED, share * self._num_assumed)
 
     def _keep(self, share: float) -> None:
         for counts in (self._asked, self._tried, self._scored, self._drafted, self._accepted):
@@ -201,17 +223,18 @@ class AcceptanceModel:
 
     def refresh(self) -> None:
         """Estimate the rates again. Called before decisions."""
-        asked, drafted = _by_depth(self._asked), _by_depth(self._drafted)
-        shares = [(some + PRIOR_TRIALS) / (all_ + PRIOR_TRIALS) for some, all_ in zip(drafted, asked, strict=True)]
+        asked, drafted, prior = _by_depth(self._asked), _by_depth(self._drafted), self._num_assumed
+        shares = [(some + prior) / (all_ + prior) for some, all_ in zip(drafted, asked, strict=True)]
         shares = list(accumulate(shares, min))
         goes_on = [1.0, *(share / before for before, share in pairwise(shares))]
         counts = zip(goes_on, *map(_by_depth, (self._tried, self._scored, self._accepted)), strict=True)
         rate, rates = ASSUMED, []  # of a token that is drafted, the probability that it is accepted
         for share, tried, scored, accepted in counts:
-            rate = (accepted + PRIOR_TRIALS * rate) / (scored + PRIOR_TRIALS)
-            rates.append(rate * (scored + PRIOR_TRIALS * share) / (tried + PRIOR_TRIALS))
+            rate = (accepted + prior * rate) / (scored + prior)
+            rates.append(rate * (scored + prior * share) / (tried + prior))
+            prior = PRIOR_TRIALS
         self._drafted_D, self._rates_D = np.array(shares), np.array(rates)
-        self._expected = [0.0, *accumulate(rates)]
+        self._expected = [0.0, *(total / rates[0] for total in accumulate(rates))]
 
     def survival(self, requests: Seq[RequestAcceptance]) -> Floats:
         """Return `[R, D]`: the probability that the first d + 1 draft tokens of each row are all accepted.

@@ -14,20 +14,16 @@ from collections.abc import Sequence as Seq
 
 from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
-from runtime.policy.acceptance import WORKER_ALONE, DecodingRow, DecodingRows, Sources
+from runtime.policy.acceptance import WORKER_ALONE, Asked, DecodingRow, DecodingRows, Sources
 from runtime.policy.allocation import Calibration
 from runtime.policy.base import FinishedStep
-from runtime.policy.choosers import NOT_ASKED, Asked, Chooser, chosen_of_predictions, record
-from runtime.policy.cost_model import Ints
-from runtime.policy.exploration import EXPLORED_ROUNDS, Exploration, loss
+from runtime.policy.choosers import Chooser, Chosen, chosen_of_predictions, record
+from runtime.policy.exploration import Exploration, loss, num_explored
 from runtime.policy.pacing import DECIDING, LEARNING, IdleRounds, Pace, RunningLoad, Starting, Warming
-from runtime.policy.round_costs import RoundCostModel, describe
+from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.switching import SMOOTHING, TRIAL_TOKENS, FirstRounds, Resuming, Switch, Trials
 
 logger = logging.getLogger(__name__)
-
-AGED, AGED_OFF = 0.8, 0.25
-"""Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
 
 
 class AdaptivePolicy:
@@ -54,7 +50,7 @@ class AdaptivePolicy:
         may_branch: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.limit = self._current = limit
+        self.limit, self._chosen = limit, Chosen(limit, len(sources))
         self._sources, self._may_branch, self._clock = sources, may_branch, clock
         self._chooser = chooser
         self._costs, self._calibration = costs, Calibration()
@@ -62,8 +58,6 @@ class AdaptivePolicy:
         self._trials, self._exploration = Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, Asked] = {}  # of this round, and of idle ones after it
-        self._chosen: dict[int, tuple[int, ...]] = {}  # in this round from each source, by the sequence's key
-        self._typical = (limit,) * len(sources)  # for sequences that came after the last decision
         self._first = FirstRounds(limit)
         self._deciding, self._learning = Pace(), Pace()
         self._idle = IdleRounds(self._deciding, self._learning, predicts=sources.predicts)
@@ -75,7 +69,7 @@ class AdaptivePolicy:
     @property
     def current(self) -> int:
         """The largest K of this round."""
-        return self._current
+        return self._chosen.largest
 
     @property
     def changes(self) -> Counter[str]:
@@ -90,7 +84,7 @@ class AdaptivePolicy:
     @property
     def _is_trying(self) -> bool:
         """Whether this round tries what is not known to pay."""
-        return self._trials.is_running or self._exploration.is_busy or not self._first.are_over
+        return self._trials.is_running or self._exploration.is_due or not self._first.are_over
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
@@ -104,7 +98,7 @@ class AdaptivePolicy:
             self._deciding.advance()
         had_drafts = self.current > 0
         is_kept = not (self._is_trying or self._deciding.is_due)
-        self._learns = self._is_trying or self._learning.is_due or (self._switch.is_on and not is_kept)
+        self._learns = self._is_trying or self._learning.is_due
         self._by_slot = {}
         if not is_kept or (self._learns and self.current):
             self._begin(running, is_kept=is_kept)
@@ -122,15 +116,26 @@ class AdaptivePolicy:
         self._num_kept += idle.num_rounds
         self._warming.count(drafts=self.current > 0, num_rounds=idle.num_rounds)
         self._exploration.count(1 + idle.num_rounds, is_on=is_on and self._first.are_over)
-        for num_tokens, seconds in idle.rounds if is_on else ():
-            self._calibration.observe(idle.num_rows, num_tokens, seconds)
-        for step in idle.learnt if is_on and self._by_slot else ():
-            record(self._chooser, step, self._by_slot, self._costs.reading_slots(step, self.current))
+        if is_on:
+            self._calibration.observe_all(idle.num_rows, idle.rounds)
+        else:
+            self._calibration.fade(1 + idle.num_rounds)
+        if idle.num_rounds:
+            self._learn_idle(idle)
         self._trials.add(idle.num_rounds, idle.seconds)
         self._costs.reading.count_tokens(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
         if idle.is_renewed:
             self._deciding.advance()
         idle.end(running)
+
+    def _learn_idle(self, idle: IdleRounds) -> None:
+        """Learn of idle rounds, and what they cost by a typical one."""
+        for step in idle.learnt if self._by_slot else ():
+            record(self._chooser, step, self._by_slot, self._costs.reading_slots(step, self.current))
+        if (typical := idle.typical) is None:
+            return
+        self._costs.learn(typical, self._by_slot, num_rounds=len(idle.last))
+        self._learning.wait(LEARNING[self.current == 0].rounds)
 
     def _begin(self, running: Seq[Sequence], *, is_kept: bool) -> None:
         """Decide, unless the last decision is kept, and note what was asked for, where something is learnt from it."""
@@ -139,14 +144,14 @@ class AdaptivePolicy:
             self._use_everywhere(self.limit if self._switch.is_on else 0)
             return
         if not is_kept:
+            if not self._switch.is_on and self._decided.is_renewed(running):
+                self._calibration.clear()  # it was of other text
             self._decided = RunningLoad.of(running)
             self._catch_up_s = 0.0 if self.current else self._costs.reading.catch_up_s(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
-        if self._learns:
-            self._by_slot = {one.slot: self._asked(one, rows[one.key]) for one in running if one.key in rows}
-
-    def _asked(self, sequence: Sequence, row: DecodingRow) -> Asked:
-        return Asked(tuple(map(min, row.limits, self._chosen.get(sequence.key, self._typical))), row)
+        for one in running if self.current else ():
+            if (row := rows.get(one.key)) is not None:
+                self._by_slot[one.slot] = Asked(tuple(map(min, row.limits, self._chosen.of(one.key))), row)
 
     def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         if not self._first.are_over:
@@ -155,6 +160,7 @@ class AdaptivePolicy:
             self._use_everywhere(TRIAL_TOKENS)
         elif (k := self._explored(len(rows), num_known)) is not None:
             self._use_everywhere(k)
+            self._deciding.wait(num_explored(k))
         else:
             self._decide(rows, num_known)
             if not self._switch.is_on and self._starts_trial(len(rows), num_known):
@@ -168,48 +174,40 @@ class AdaptivePolicy:
             return
         k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known, len(rows))).k_RS
         if k_RS.any():
-            self._use(k_RS, rows)
+            self._chosen.use(k_RS, rows)
         else:
             self._use_everywhere(TRIAL_TOKENS)
 
     def _explored(self, num_rows: int, num_known: int) -> int | None:
         """Return the number of draft tokens to try in this round: None in most rounds, and where it costs too much."""
-        if self._exploration.is_running:
-            return self._exploration.go_on()
         if not self._exploration.is_due:
             return None
-        if self._exploration.is_overdue:
-            self._costs.age(AGED)
-        k, costs = self._exploration.choose(max(self._typical), self._switch.gain), self._costs.of(num_known, num_rows)
-        read_s = self._costs.reading.read_s(num_rows)
-        each_s = loss(k, max(self._typical), num_rows, costs, gain=self.predicted_speedup, read_s=read_s)
-        is_paid = self._trials.pay(self._catch_up_s + EXPLORED_ROUNDS * each_s, resumes=not self.current)
-        return self._exploration.start(k) if is_paid else None
+        usual, costs = max(self._chosen.typical), self._costs.of(num_known, num_rows)
+        k, read_s = self._exploration.choose(usual, self._switch.gain), self._costs.reading.read_s(num_rows)
+        each_s = loss(k, usual, num_rows, costs, gain=self.predicted_speedup, read_s=read_s)
+        if not self._trials.pay(self._catch_up_s + num_explored(k) * each_s, resumes=not self.current):
+            return None
+        if k:
+            self._costs.age(is_on=True)
+        return self._exploration.begin(k)
 
     def _use_everywhere(self, k: int) -> None:
         self._calibration.expect_nothing()
-        self._chosen = {}
-        self._typical, self._current = (k,) * len(self._sources), k
+        self._chosen.use_everywhere(k)
         self._deciding.advance()
-
-    def _use(self, k_RS: Ints, rows: dict[int, DecodingRow]) -> None:
-        self._chosen = dict(zip(rows, map(tuple, k_RS.tolist()), strict=True))
-        self._typical = tuple(k_RS.mean(axis=0).round().astype(int).tolist())
-        self._current = int(k_RS.max())
 
     def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         began = self._clock()
-        costs = self._costs.of(num_known, len(rows))
-        best = self._chooser.choose(list(rows.values()), costs)
+        best = self._chooser.choose(list(rows.values()), costs := self._costs.of(num_known, len(rows)))
         gain = best.gain * self._calibration.factor if best.k_RS.any() else 1.0
         if self._may_draft(gain, len(rows), costs.plain()):
-            if self.current and not self._chosen:
+            if self.current and not self._chosen.is_decided:
                 self._trials.restore_share()  # the round before tried what pays
             self._calibration.expect(best, costs.prompts_s)
-            self._use(best.k_RS, rows)
+            self._chosen.use(best.k_RS, rows)
         else:
             self._calibration.expect_nothing()
-            self._use(chosen_of_predictions(self._chooser, list(rows.values()), costs, self._sources), rows)
+            self._chosen.use(chosen_of_predictions(self._chooser, list(rows.values()), costs, self._sources), rows)
         self._decide_s = self._clock() - began
         self._deciding.done(self._decide_s, self._round_s, DECIDING[self.current == 0], most=self._resuming.num_held)
 
@@ -218,7 +216,8 @@ class AdaptivePolicy:
         num_rounds, self._num_kept = 1 + self._num_kept, 0
         if self._switch.update(gain, num_rounds, num_rows, self._catch_up_s / plain_s):
             self._trials.restore_share()
-            self._calibration.clear()
+            if self._switch.is_on:
+                self._calibration.clear()
             self._resuming.clear()
             logged = self._switch.state, num_rows, self._chooser.describe(), self.predicted_speedup
             logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", *logged)
@@ -227,16 +226,16 @@ class AdaptivePolicy:
 
     def _starts_trial(self, num_rows: int, num_known: int) -> bool:
         each_s = loss(TRIAL_TOKENS, 0, num_rows, self._costs.of(num_known, num_rows), gain=1.0, read_s=0.0)
-        if not self._trials.start_if_due(self._catch_up_s, each_s):
+        if not self._trials.start_if_due(self._catch_up_s, each_s, num_rows):
             return False
         # What is known of drafts is old: it must not outweigh what the next trials show.
         self._chooser.age()
-        self._costs.age(AGED_OFF)
+        self._costs.age(is_on=False)
         return True
 
     def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """See `Policy`."""
-        chosen = self._chosen.get(sequence.key, self._typical)
+        chosen = self._chosen.of(sequence.key)
         k = max(chosen) if source is None else chosen[source]
         if k and self._starting.makes_other_load(sequence, self._decided.num_running):
             return 0  # these would read their prompts for a number that is about to be decided anew
@@ -281,6 +280,8 @@ class AdaptivePolicy:
             self._trials.prolong()
         if self._trials.end_round(seconds, lost_s, plain_s, read_s):
             self._deciding.advance()
+            if self._trials.has_gained:
+                self._calibration.clear()
 
     def revise(self, costs: StepCosts) -> None:
         """See `Policy`. The next round is decided anew."""
@@ -290,11 +291,10 @@ class AdaptivePolicy:
 
     def _learn(self, step: FinishedStep, reading: set[int]) -> float:
         """Learn costs, and acceptance but for slots *reading*; return the seconds of a plain step of the same rows."""
-        asked = {row.slot: self._by_slot.get(row.slot, NOT_ASKED).k_S for row in step.plan.rows}
-        done = describe(step, asked, self._sources.worker, self._begin_s)
-        if not (self._warming.is_on or self._exploration.is_first):
+        if not self._warming.is_on:
             record(self._chooser, step, self._by_slot, reading)
-            self._costs.observe(done, reads=bool(reading))
-        if self.current and self._costs.is_plain_in_doubt(done.num_known):
+            self._costs.learn(step, self._by_slot, deciding_s=self._begin_s)
+        num_known = sum([row.length for row in step.plan.rows])
+        if self.current and self._costs.is_plain_in_doubt(num_known):
             self._exploration.doubt(self._switch.gain)
-        return self._costs.of(done.num_known).plain()
+        return self._costs.of(num_known).plain()

@@ -15,74 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.policy.cost_model import CostCurve, Flags, Floats, Ints
+from runtime.policy.cost_model import NEVER, Flags, Floats, Ints, RoundCosts
 
-NEVER = 1e-9
-"""A smaller probability counts as this one."""
 CALIBRATION_ROUNDS = 48
 """Rounds that predictions are compared with; older ones fade."""
+FADING_ROUNDS = 320
+"""Rounds without draft tokens in which the weight of those with some falls to a third."""
 FEWEST = 16
 """With fewer rounds, predictions are not compared."""
 PREDICTION_ERROR = 0.1
 """Of the logarithm of predicted tokens per second: the standard deviation."""
 MOST_SECONDS = 2.0
 """A round that took longer than so many times what was predicted was disturbed, and counts as one that took that."""
-
-
-@dataclass(frozen=True)
-class RoundCosts:
-    """Seconds of the rounds that are compared.
-
-    Attributes:
-        target: by tokens fed.
-        draft: of one level of the worker's drafts, by rows that it drafts for.
-        levels: of so many levels, in units of one. The first takes longer than a further one.
-        lookups: of proposers in the controller process, by rows that they are asked for.
-        num_known: known tokens fed, prompt chunks included.
-        prefill_s: what the round takes longer for prompt chunks, whatever is drafted. It is no part of the seconds that
-            are compared: otherwise draft tokens would seem cheap in a round that is slow anyway.
-        prompts_s: what drafting spends on prompts, for each token of an answer; from predictions, nothing.
-    """
-
-    target: CostCurve
-    draft: CostCurve
-    levels: CostCurve
-    lookups: CostCurve
-    num_known: int
-    prefill_s: float = 0.0
-    prompts_s: float = 0.0
-
-    def plain(self) -> float:
-        """Return the seconds without draft tokens."""
-        return self.target.at(self.num_known) - self.prefill_s
-
-    def uniform(self, k: int, num_rows: int) -> float:
-        """Return the seconds with *k* draft tokens for each of *num_rows* rows."""
-        if not k:
-            return self.plain()
-        return self.target.at(self.num_known + k * num_rows) - self.prefill_s + self.drafting(k, num_rows)
-
-    def scoring(self, num_scored_M: Floats, log_nothing_M: Floats) -> Floats:
-        """Return the expected seconds of the target.
-
-        Args:
-            num_scored_M: draft tokens on average, `[M]`.
-            log_nothing_M: logarithms of the probabilities that there are none, `[M]`.
-        """
-        plain_s = self.target.at(self.num_known)
-        scored_s_M = _expected(self.target, num_scored_M, log_nothing_M, at_least=self.num_known, otherwise_s=plain_s)
-        return scored_s_M - self.prefill_s
-
-    def drafting(self, depth: int, num_rows: int) -> float:
-        """Return the seconds for drafts of *depth* levels for *num_rows* rows, for which all sources are asked.
-
-        Those for prompts are not in it.
-        """
-        return self.levels_s(depth, num_rows) + self.lookups.at(num_rows)
-
-    def levels_s(self, depth: int, num_rows: int) -> float:
-        """Return the seconds for the levels of the worker's drafts, 0 for none."""
-        return self.levels.at(depth) * self.draft.at(num_rows) if depth else 0.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +60,12 @@ class Calibration:
         """Forget all rounds."""
         self._count = self._sum_tokens = self._sum_squares = self._sum_seconds = 0.0  # relative to what was predicted
 
+    def fade(self, num_rounds: int) -> None:
+        """Count so many rounds without draft tokens: what was predicted of those before matters less and less."""
+        kept = (1 - 1 / FADING_ROUNDS) ** num_rounds
+        self._count, self._sum_tokens = kept * self._count, kept * self._sum_tokens
+        self._sum_squares, self._sum_seconds = kept * self._sum_squares, kept * self._sum_seconds
+
     def expect(self, best: Allocation, prompts_s: float) -> None:
         """Compare the next rounds with *best*, without the seconds for prompts in it, for each token."""
         self._num_rows = len(best.k_RS) if best.k_RS.any() else 0
@@ -134,6 +84,11 @@ class Calibration:
         self._sum_tokens = kept * self._sum_tokens + tokens
         self._sum_squares = kept * self._sum_squares + tokens * tokens
         self._sum_seconds = kept * self._sum_seconds + min(MOST_SECONDS, seconds / self._seconds)
+
+    def observe_all(self, num_rows: int, rounds: Seq[tuple[int, float]]) -> None:
+        """Count rounds of so many rows, each with its tokens and seconds."""
+        for num_tokens, seconds in rounds:
+            self.observe(num_rows, num_tokens, seconds)
 
     @property
     def factor(self) -> float:
@@ -272,7 +227,7 @@ class _Slots:
             seconds_LN += np.where(looked_LN > 0, costs.lookups.between(looked_LN), 0.0)
         if levels_L[-1]:
             levels_s_L = np.where(levels_L > 0, costs.levels.seconds(levels_L), 0.0)
-            seconds_LN += levels_s_L[:, None] * _expected(costs.draft, drafting_LN, idle_LN)
+            seconds_LN += levels_s_L[:, None] * costs.draft.expected(drafting_LN, idle_LN)
         level, index = divmod(int(np.argmax(tokens_LN / seconds_LN)), len(self.levels_N))
         is_taken_N = is_within_LN[level] & (np.arange(len(self.levels_N)) <= index)
         return is_taken_N, float(tokens_LN[level, index]), float(seconds_LN[level, index])
@@ -283,18 +238,3 @@ class _Slots:
         is_taken_SRD.ravel()[self.place_N[is_taken_N]] = 1
         taken_RS: Ints = is_taken_SRD.sum(axis=2).T
         return taken_RS
-
-
-def _expected(
-    curve: CostCurve, size_M: Floats, log_none_M: Floats, *, at_least: int = 0, otherwise_s: float = 0.0
-) -> Floats:
-    """Return the expected seconds of rounds of *at_least* and, in addition, of *size_M* on average.
-
-    With the probability whose logarithm is *log_none_M* there is nothing in addition, which takes *otherwise_s*: never
-    more than with something, whatever a few disturbed rounds have shown.
-    """
-    none_M = np.exp(log_none_M)
-    some_M = np.maximum(1 - none_M, NEVER)
-    something_s_M = np.maximum(curve.between(at_least + size_M / some_M), otherwise_s)
-    seconds_M: Floats = none_M * otherwise_s + some_M * something_s_M
-    return seconds_M

@@ -1,29 +1,19 @@
 """How many draft tokens pay: for chains token by token and row by row, for trees one size for all rows."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from protos.draft import PREDICTION
 from protos.messages import Verdict
-from runtime.policy.acceptance import WORKER_ALONE, AcceptanceModel, DecodingRow, Sources
-from runtime.policy.allocation import Allocation, Offer, RoundCosts, allocate
+from runtime.policy.acceptance import NOT_ASKED, WORKER_ALONE, AcceptanceModel, Asked, DecodingRow, Sources
+from runtime.policy.allocation import Allocation, Offer, allocate
 from runtime.policy.base import FinishedStep
-from runtime.policy.cost_model import Ints
+from runtime.policy.cost_model import Ints, RoundCosts
 from runtime.policy.sizes import SizeModel, choose_size, ladder
-
-
-class Asked(NamedTuple):
-    """A row that decodes in a round, and the most draft tokens that it was asked for from each source."""
-
-    k_S: tuple[int, ...]
-    row: DecodingRow
-
-
-NOT_ASKED = Asked((), DecodingRow((), ()))
 
 
 class Chooser(Protocol):
@@ -51,6 +41,47 @@ class Chooser(Protocol):
     def describe(self) -> str:
         """Return what was measured, for a log line."""
         ...
+
+
+class Chosen:
+    """The draft tokens of a round: those of the rows that were decided on, and for others what is typical of them.
+
+    Args:
+        limit: most draft tokens of a row, and those of all rows at first.
+        num_sources: of drafts.
+
+    Attributes:
+        largest: number of draft tokens of any row.
+        typical: number from each source.
+    """
+
+    def __init__(self, limit: int, num_sources: int) -> None:
+        self._num_sources = num_sources
+        self.use_everywhere(limit)
+
+    def use_everywhere(self, k: int) -> None:
+        """Choose *k* for all rows and sources."""
+        self._by_key: dict[int, tuple[int, ...]] = {}
+        self.typical, self.largest = (k,) * self._num_sources, k
+
+    def use(self, k_RS: Ints, keys: Iterable[int]) -> None:
+        """Choose *k_RS*, int64 `[R, S]`, for the rows of sequences with these *keys*."""
+        self._by_key = dict(zip(keys, map(tuple, k_RS.tolist()), strict=True))
+        self.typical = tuple(k_RS.mean(axis=0).round().astype(int).tolist())
+        self.largest = int(k_RS.max())
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it was decided for each row."""
+        return bool(self._by_key)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether the row of the sequence with this *key* was decided on."""
+        return key in self._by_key
+
+    def of(self, key: int) -> tuple[int, ...]:
+        """Return the number from each source for the sequence with this *key*."""
+        return self._by_key.get(key, self.typical)
 
 
 def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], reading: Collection[int]) -> None:

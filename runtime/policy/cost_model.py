@@ -10,6 +10,7 @@ once whatever the number of draft tokens, so it is part of `target`, whose corre
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,10 @@ NOISE = 0.1
 """Of the logarithm of one round's seconds."""
 MOVED = 0.03
 """If the shared correction moved by so much since a size was run, its estimate is in doubt. A third of it is noise."""
-SLOW_FADES, FAST_FADES = 0.5, 0.25
-"""How soon the correction of a size that is not run fades, relative to its rounds: if it was found slow, and fast."""
+SLOW_FADES = 0.5
+"""How soon it is forgotten that a size was found slow and is not run, relative to its rounds."""
+NEVER = 1e-9
+"""A smaller probability counts as this one."""
 REFRESH_EVERY = 8
 """The tabulated curve is computed again after this many rounds, or at once after one that weighs more than 1 in 8."""
 
@@ -88,6 +91,18 @@ class CostCurve:
         seconds_N: Floats = np.interp(size_N, self._size_N, self._seconds_N)
         return seconds_N
 
+    def expected(self, size_M: Floats, log_none_M: Floats, *, at_least: int = 0, otherwise_s: float = 0.0) -> Floats:
+        """Return the expected seconds of rounds of *at_least* and, in addition, of *size_M* on average.
+
+        With the probability whose logarithm is *log_none_M* there is nothing in addition, which takes *otherwise_s*:
+        never more than with something, whatever a few disturbed rounds have shown.
+        """
+        none_M = np.exp(log_none_M)
+        some_M = np.maximum(1 - none_M, NEVER)
+        something_s_M = np.maximum(self.between(at_least + size_M / some_M), otherwise_s)
+        seconds_M: Floats = none_M * otherwise_s + some_M * something_s_M
+        return seconds_M
+
     def at(self, size: int) -> float:
         """Return the predicted seconds for one size."""
         return float(self._seconds_N[min(size, self.largest)])
@@ -102,21 +117,22 @@ class CostCurve:
         further = np.arange(1, most + 1)
         return max(0.0, float(((self.seconds(size + further) - self.at(size)) / further).min()))
 
-    def observe(self, size: int, seconds: float) -> None:
-        """Correct the curve by a round of *size* that took *seconds*."""
+    def observe(self, size: int, seconds: float, num_rounds: int = 1) -> None:
+        """Correct the curve by *num_rounds* rounds of *size*, of which the median took *seconds*."""
         size = min(size, self.largest)
         bin_ = self._bins[size]
         own, count = self._own_B[bin_], self._count_B[bin_]
         error = math.log(max(seconds, 1e-9)) - self._log_bases[size] - self._shared - own
-        rate = max(OWN_RATE, 1 / (count + 1), min(0.5, (abs(self._moved(bin_)) - MOVED / 3) / NOISE))
+        in_doubt = min(0.5, (abs(self._moved(bin_)) - MOVED / 3) / NOISE)
+        rate = max(_rate(OWN_RATE, num_rounds), num_rounds / (count + num_rounds), in_doubt)
         if self._count:
             error = min(CLIP, max(-CLIP, error))
-            is_fastest = error < 0 and count < FEW
+            is_fastest = error < 0 and count < FEW and num_rounds == 1
             self._own_B[bin_] = own + (error if is_fastest else rate * min(OWN_CLIP, error))
-        self._shared += self._shared_rate * error if self._count else error * (self._shared_rate > 0)
+        self._shared += _rate(self._shared_rate, num_rounds) * error if self._count else error * (self._shared_rate > 0)
         moved = self._moved(bin_)
         self._shared_B[bin_] += moved / 2 if count else moved
-        self._count_B[bin_] = min(MEMORY, count + 1)
+        self._count_B[bin_] = min(MEMORY, count + num_rounds)
         self._is_fresh_B[bin_] = True
         self._count += 1
         if self._count % REFRESH_EVERY == 0 or rate * REFRESH_EVERY > 1:
@@ -138,16 +154,15 @@ class CostCurve:
         """Let the next rounds count more at sizes that were not seen since the last call, and forget some of the past.
 
         Where a size was found slow, it is not run again. If the machine is faster now, only forgetting shows it. That a
-        size was found fast is forgotten half as soon: what warm-up measured of it was wrong, and is believed again.
+        size was found fast is not forgotten: disturbed rounds are slow, and so may be what warm-up measured.
 
         Args:
             kept: the share of the rounds of such a size that counts on.
         """
-        slow, fast = kept**SLOW_FADES, kept**FAST_FADES
         for bin_, is_fresh in enumerate(self._is_fresh_B):
             if not is_fresh:
                 self._count_B[bin_] *= kept
-                self._own_B[bin_] *= slow if self._own_B[bin_] > 0 else fast
+                self._own_B[bin_] *= kept**SLOW_FADES if self._own_B[bin_] > 0 else 1.0
         self._is_fresh_B = [False] * len(self._is_fresh_B)
         self._refresh()
 
@@ -158,8 +173,69 @@ class CostCurve:
         self._seconds_N = np.exp(self._log_base_N + self._shared + own_N)
 
 
+def _rate(of_one: float, num_rounds: int) -> float:
+    """Return the weight of so many rounds together, of which each has the weight *of_one*."""
+    return 1 - (1 - of_one) ** num_rounds
+
+
 def _bins(largest: int) -> Ints:
     """Return the bin of each size from 0 to *largest*: exact up to `EXACT_SIZES`, then eight for each doubling."""
     sizes = np.arange(largest + 1)
     above = np.floor(8 * np.log2(np.maximum(sizes, EXACT_SIZES) / EXACT_SIZES)).astype(np.int64)
     return np.where(sizes <= EXACT_SIZES, sizes, EXACT_SIZES + 1 + above)
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of the rounds that are compared.
+
+    Attributes:
+        target: by tokens fed.
+        draft: of one level of the worker's drafts, by rows that it drafts for.
+        levels: of so many levels, in units of one. The first takes longer than a further one.
+        lookups: of proposers in the controller process, by rows that they are asked for.
+        num_known: known tokens fed, prompt chunks included.
+        prefill_s: what the round takes longer for prompt chunks, whatever is drafted. It is no part of the seconds that
+            are compared: otherwise draft tokens would seem cheap in a round that is slow anyway.
+        prompts_s: what drafting spends on prompts, for each token of an answer; from predictions, nothing.
+    """
+
+    target: CostCurve
+    draft: CostCurve
+    levels: CostCurve
+    lookups: CostCurve
+    num_known: int
+    prefill_s: float = 0.0
+    prompts_s: float = 0.0
+
+    def plain(self) -> float:
+        """Return the seconds without draft tokens."""
+        return self.target.at(self.num_known) - self.prefill_s
+
+    def uniform(self, k: int, num_rows: int) -> float:
+        """Return the seconds with *k* draft tokens for each of *num_rows* rows."""
+        if not k:
+            return self.plain()
+        return self.target.at(self.num_known + k * num_rows) - self.prefill_s + self.drafting(k, num_rows)
+
+    def scoring(self, num_scored_M: Floats, log_nothing_M: Floats) -> Floats:
+        """Return the expected seconds of the target.
+
+        Args:
+            num_scored_M: draft tokens on average, `[M]`.
+            log_nothing_M: logarithms of the probabilities that there are none, `[M]`.
+        """
+        plain_s = self.target.at(self.num_known)
+        scored_s_M = self.target.expected(num_scored_M, log_nothing_M, at_least=self.num_known, otherwise_s=plain_s)
+        return scored_s_M - self.prefill_s
+
+    def drafting(self, depth: int, num_rows: int) -> float:
+        """Return the seconds for drafts of *depth* levels for *num_rows* rows, for which all sources are asked.
+
+        Those for prompts are not in it.
+        """
+        return self.levels_s(depth, num_rows) + self.lookups.at(num_rows)
+
+    def levels_s(self, depth: int, num_rows: int) -> float:
+        """Return the seconds for the levels of the worker's drafts, 0 for none."""
+        return self.levels.at(depth) * self.draft.at(num_rows) if depth else 0.0

@@ -12,7 +12,10 @@ LEARNT_ROWS = 32
 SETTLING_ROUNDS = 8
 """Without draft tokens another load is no reason to decide in so many rounds: while requests come or leave together,
 there is one after another."""
-RENEWED_ROUNDS = 64
+TYPICAL_OF, TYPICAL_FEWEST = 5, 3
+"""What a round costs is learnt from the one of median seconds of the last idle ones, if there were as many. Rounds in
+which the policy works are slower: it evicts what the models have in the processor's caches."""
+RENEWED_ROUNDS = 16
 """Without draft tokens it is decided anew after so many rounds if half of the requests came since: those that it was
 decided for may have been hard to predict."""
 
@@ -69,6 +72,10 @@ class Pace:
         """Let it be due at once."""
         self._num_left = 0
 
+    def wait(self, num_rounds: int) -> None:
+        """Let it be due after *num_rounds*."""
+        self._num_left = num_rounds
+
     def done(self, seconds: float, round_s: float, share: Share, *, most: int = 0) -> None:
         """Count a round in which it was done and took *seconds*, where rounds take *round_s*, 0 if that is unknown.
 
@@ -117,6 +124,7 @@ class IdleRounds:
         is_on: whether this round is one.
         rounds: tokens and seconds of those since `end` was called last.
         learnt: the last steps of them, of which acceptance is learnt: with many rows, one step shows enough.
+        last: the very last steps of them in which all rows decoded.
         num_prompt_tokens: what they read of prompts.
         is_predicted: whether a request had a prediction to follow when `end` was called last.
         is_renewed: whether they end since the requests are others.
@@ -125,6 +133,7 @@ class IdleRounds:
     def __init__(self, *paces: Pace, predicts: bool = False) -> None:
         self._paces, self._predicts = paces, predicts
         self.rounds: list[tuple[int, float]] = []
+        self.last: deque[FinishedStep]
         self.learnt: deque[FinishedStep]
         self.end(())
 
@@ -132,6 +141,12 @@ class IdleRounds:
     def num_rounds(self) -> int:
         """How many there were."""
         return len(self.rounds)
+
+    @property
+    def typical(self) -> FinishedStep | None:
+        """The step of median seconds of the last ones; None if there were too few."""
+        by_seconds = sorted(self.last, key=lambda step: step.seconds)
+        return by_seconds[len(by_seconds) // 2] if len(by_seconds) >= TYPICAL_FEWEST else None
 
     @property
     def num_rows(self) -> int:
@@ -157,7 +172,7 @@ class IdleRounds:
         self._decided: RunningLoad | None = None
         self._num_left = self._num_other = self.num_prompt_tokens = 0
         self.rounds = []
-        self.learnt = deque(maxlen=0)
+        self.learnt, self.last = deque(maxlen=0), deque(maxlen=TYPICAL_OF)
 
     def start(self, *, learns: bool, decided: RunningLoad | None = None) -> None:
         """Let the next rounds be idle until work is due, or sequences come or leave.
@@ -194,6 +209,8 @@ class IdleRounds:
         self.rounds.append((step.num_tokens, step.seconds))
         self.num_prompt_tokens += step.num_prompt_tokens
         self.learnt.append(step)
+        if step.plan.decodes:
+            self.last.append(step)
 
 
 class Warming:

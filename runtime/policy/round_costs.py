@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from protos.draft import PREDICTION
 from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
-from runtime.policy.acceptance import WORKER_ALONE, Sources
-from runtime.policy.allocation import RoundCosts
+from runtime.policy.acceptance import NOT_ASKED, WORKER_ALONE, Asked, Sources
 from runtime.policy.base import FinishedStep
-from runtime.policy.cost_model import CostCurve
+from runtime.policy.cost_model import CostCurve, RoundCosts
 
 FREE = {1: 0.0}
 FIRST_LEVEL = 2.0
 """What the first level of a draft is taken to cost, in units of a further one: it reads what was accepted last, and the
 messages of the round are part of it."""
+AGED, AGED_OFF = 0.8, 0.25
+"""Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
 PROMPTS_KEPT = 1 - 1 / 512
 """Weight of earlier rounds in how long prompts and answers are."""
 MOST_READING = 64
@@ -159,21 +160,32 @@ class RoundCostModel:
         self._target = CostCurve(costs.target_s, self._max_tokens)
         self._draft = CostCurve(costs.draft_s if self._sources.has_worker else FREE, self._max_rows)
 
-    def observe(self, done: Round, *, reads: bool = False) -> None:
-        """Correct the curves by a round, unless there are prompts in it; that of drafts unless the draft *reads*."""
+    def learn(
+        self, step: FinishedStep, asked: Mapping[int, Asked], *, deciding_s: float = 0.0, num_rounds: int = 1
+    ) -> None:
+        """Correct the curves by a step that is the median of *num_rounds* alike. For the others see `describe`."""
+        done = describe(step, asked, self._sources.worker, deciding_s)
+        depth = max([max(one.k_S) for one in asked.values()], default=0)
+        self.observe(done, reads=bool(self.reading_slots(step, depth)), num_rounds=num_rounds)
+
+    def observe(self, done: Round, *, reads: bool = False, num_rounds: int = 1) -> None:
+        """Correct the curves by a round, unless there are prompts in it; that of drafts unless the draft *reads*.
+
+        It is the median of *num_rounds* alike.
+        """
         if not done.decodes:
             return
         if not (reads or self.reading.is_pending):
-            self._observe_drafting(done)
-        self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s)
+            self._observe_drafting(done, num_rounds)
+        self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s, num_rounds)
 
-    def _observe_drafting(self, done: Round) -> None:
+    def _observe_drafting(self, done: Round, num_rounds: int) -> None:
         levels_s = done.draft_s - done.lookup_s
         if done.depth and not (done.got_none and self._was_not_waited_for(done, levels_s)):
-            self._draft.observe(done.num_drafting, levels_s / self._levels.at(done.depth))
-            self._levels.observe(done.depth, levels_s / self._draft.at(done.num_drafting))
+            self._draft.observe(done.num_drafting, levels_s / self._levels.at(done.depth), num_rounds)
+            self._levels.observe(done.depth, levels_s / self._draft.at(done.num_drafting), num_rounds)
         if done.num_looked:
-            self._lookups.observe(done.num_looked, done.lookup_s)
+            self._lookups.observe(done.num_looked, done.lookup_s, num_rounds)
 
     def _was_not_waited_for(self, done: Round, levels_s: float) -> bool:
         """Whether target rank 0 went on without a late draft: such a round does not show what drafts cost."""
@@ -215,8 +227,12 @@ class RoundCostModel:
         """Whether what a plain round of so many rows costs may have changed since there was one."""
         return self._target.is_in_doubt(num_rows)
 
-    def age(self, kept: float) -> None:
-        """Let the next rounds count more where nothing was learnt since the last call: see `CostCurve.age`."""
+    def age(self, *, is_on: bool) -> None:
+        """Let the next rounds count more where nothing was learnt since the last call: see `CostCurve.age`.
+
+        Drafts are tried next: another number than usual if speculation *is_on*.
+        """
+        kept = AGED if is_on else AGED_OFF
         for curve in (self._target, self._draft, self._levels, self._lookups):
             curve.age(kept)
 
@@ -241,18 +257,19 @@ def without_draft(step: FinishedStep) -> set[int]:
     return {verdict.slot for verdict in step.verdicts if not verdict.proposed and verdict.slot in asked}
 
 
-def describe(step: FinishedStep, asked: Mapping[int, tuple[int, ...]], worker: int, deciding_s: float) -> Round:
+def describe(step: FinishedStep, asked: Mapping[int, Asked], worker: int, deciding_s: float) -> Round:
     """Describe a step by what was asked for.
 
     Args:
         step: finished.
-        asked: most draft tokens of the row of each slot from each source; empty if it was not asked for any.
+        asked: what rows were asked for, by slot.
         worker: the source that is the draft worker.
         deciding_s: of its seconds, those that a policy spent.
     """
     rows = step.plan.rows
     by_worker = {row.slot for row in rows if row.source == worker}
-    wanted = [asked[slot][worker] for slot in by_worker if len(asked[slot]) > worker and asked[slot][worker]]
+    k_SR = [asked.get(row.slot, NOT_ASKED).k_S for row in rows]
+    wanted = [k_S[worker] for row, k_S in zip(rows, k_SR, strict=True) if row.slot in by_worker and any(k_S[worker:])]
     return Round(
         num_known=sum([row.length for row in rows]),
         num_scored=sum([verdict.proposed for verdict in step.verdicts]),
@@ -262,7 +279,7 @@ def describe(step: FinishedStep, asked: Mapping[int, tuple[int, ...]], worker: i
         draft_s=step.draft_s,
         seconds=step.seconds - deciding_s,
         decodes=step.plan.decodes,
-        num_looked=sum([any(one[PREDICTION + 1 : worker]) for one in asked.values()]),
+        num_looked=sum([any(k_S[PREDICTION + 1 : worker]) for k_S in k_SR]),
         lookup_s=step.lookup_s,
         got_none=bool(wanted) and not any(one.proposed for one in step.verdicts if one.slot in by_worker),
     )

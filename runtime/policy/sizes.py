@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from runtime.policy.allocation import NEVER, Allocation, RoundCosts
-from runtime.policy.cost_model import Floats, Ints
+from runtime.policy.allocation import Allocation
+from runtime.policy.cost_model import NEVER, Floats, Ints, RoundCosts
 
 ASSUMED_PER_LEVEL = 0.7
 """Acceptance of a level before anything was measured; a tree is taken to double its nodes with each level."""

@@ -12,7 +12,7 @@ ON_ABOVE, OFF_BELOW = 1.03, 1.015
 policy's own time, which is about 1 % while speculation is on."""
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Speculation stays off for so many rounds at least: twice as many whenever it was switched on for a shorter time."""
-MOST_MISSED = 2.0
+MOST_MISSED = 4.0
 """It is switched off once decoding without it would have saved so many plain rounds since it seems not to pay."""
 TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.004
 """Of the time, for trials, and for deciding while speculation is off: before the first trial, and after some that did
@@ -118,7 +118,7 @@ class Trials:
         self._limit = limit
         self._share = TRIAL_SHARE
         self._saved_s = 0.0
-        self._usual_s = 0.0  # what the last trial lost
+        self._usual_s, self._num_rows = 0.0, 1  # what the last trial lost, of so many rows
         self._lost_s: list[float] = []  # by each round of this trial
         self._read_s = 0.0  # in this trial, on what the draft had not read
         self._rounds_left = 0
@@ -129,14 +129,22 @@ class Trials:
         """Whether this round is part of a trial."""
         return self._rounds_left > 0
 
-    def start_if_due(self, once_s: float, round_s: float = 0.0) -> bool:
-        """Start a trial, expected to lose *once_s*, and *round_s* in each round, if enough time was saved for it."""
-        needed_s = max(once_s + TRIAL_ROUNDS * round_s, self._usual_s)
+    @property
+    def has_gained(self) -> bool:
+        """Whether the last trial lost nothing against plain decoding."""
+        return self._usual_s == 0
+
+    def start_if_due(self, once_s: float, round_s: float = 0.0, num_rows: int = 1) -> bool:
+        """Start a trial of *num_rows*, if enough time was saved for it.
+
+        It is expected to lose *once_s*, and *round_s* in each round, or as much for each row as the last one.
+        """
+        needed_s = max(once_s + TRIAL_ROUNDS * round_s, self._usual_s * num_rows / self._num_rows)
         if self._pause > 0 or self._saved_s < needed_s:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
         self._halve_share()
-        self._rounds_left, self._lost_s, self._read_s = TRIAL_ROUNDS, [], 0.0
+        self._rounds_left, self._lost_s, self._read_s, self._num_rows = TRIAL_ROUNDS, [], 0.0, num_rows
         return True
 
     def restore_share(self) -> None:

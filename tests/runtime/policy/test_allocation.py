@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.policy.allocation import Offer, RoundCosts, allocate, may_pay
-from runtime.policy.cost_model import CostCurve
+from runtime.policy.allocation import Offer, allocate, may_pay
+from runtime.policy.cost_model import CostCurve, RoundCosts
 
 T = TypeVar("T")
 ROWS, DEPTH = 3, 3

@@ -53,3 +53,15 @@ def test_the_seconds_for_prompts_are_not_compared() -> None:
     for _ in range(100):
         calibration.observe(2, 5, 0.005)
     assert calibration.factor == pytest.approx(1.0)
+
+
+def test_rounds_without_draft_tokens_let_it_fade() -> None:
+    """While speculation is off, what is measured of each depth is as wrong as before; it is believed for a while."""
+    calibration = Calibration()
+    calibration.expect(BEST, prompts_s=0.0)
+    calibration.observe_all(2, [(2, 0.010)] * 200)
+    before = calibration.factor
+    calibration.fade(64)
+    assert calibration.factor == pytest.approx(before, rel=0.05)
+    calibration.fade(1000)
+    assert calibration.factor == 1.0

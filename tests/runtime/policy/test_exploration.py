@@ -1,5 +1,6 @@
 """What the adaptive policy learns while speculation is on, and in which rounds."""
 
+from itertools import pairwise
 from statistics import mean
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from protos.messages import StepCosts
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.choosers import ChainChooser
+from runtime.policy.exploration import DOUBT_EVERY, EXPLORE_EVERY, Exploration
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.switching import LEAST_TRIAL_SHARE, TRIAL_SHARE, Trials
 from tests.support.policy_simulation import Simulation, best_fixed, cheap, flat, warmed_up
@@ -77,8 +79,17 @@ def test_in_most_rounds_it_does_nothing_and_still_misses_none(rate: float) -> No
         simulation.run([rate], 1)
         num_busy += clock.calls > before
     assert num_busy < 400
+    speeds = [_after_a_change(rate, num_rounds) for num_rounds in range(1000, 1800, 200)]
+    assert mean(speeds) >= 0.9 * best_fixed([0.8 - rate], flat, cheap)
+
+
+def _after_a_change(rate: float, num_rounds: int) -> float:
+    """Return the tokens per second soon after so many rounds at *rate*: how soon depends on when trials are."""
+    policy = AdaptivePolicy(8, ChainChooser(8), RoundCostModel(warmed_up(flat), 9, 1, 8), clock=Clock())
+    simulation = Simulation(policy, flat, cheap)
+    simulation.run([rate], num_rounds)
     simulation.run([0.8 - rate], 300)
-    assert simulation.run([0.8 - rate], 1000) >= 0.95 * best_fixed([0.8 - rate], flat, cheap)
+    return simulation.run([0.8 - rate], 1000)
 
 
 @pytest.mark.parametrize("resumes", [True, False])
@@ -95,3 +106,30 @@ def test_rounds_that_bring_draft_tokens_back_in_vain_become_rarer(resumes: bool)
     trials.restore_share()
     trials.end_round(102.0)
     assert trials.pay(1.0, resumes=resumes)
+
+
+def test_other_numbers_are_tried_in_turn_and_less_often_while_the_same_one_pays() -> None:
+    exploration, tried, rounds = Exploration(8), [], []
+    for number in range(3000):
+        exploration.count(1, is_on=True)
+        if exploration.is_due and (k := exploration.choose(4, gain=2.0)):
+            tried.append(exploration.begin(k))
+            rounds.append(number)
+    gaps = [second - first for first, second in pairwise(rounds)]
+    assert {2, 6} <= set(tried) and 4 not in tried
+    assert all(first != second for first, second in pairwise(tried))
+    assert gaps[0] >= EXPLORE_EVERY and gaps[-1] >= 4 * gaps[0]
+    exploration.choose(5, gain=2.0)
+    exploration.begin(3)
+    exploration.count(2 * EXPLORE_EVERY, is_on=True)
+    assert exploration.is_due, "another one pays"
+
+
+def test_what_costs_too_much_at_first_is_tried_later_and_not_something_cheaper() -> None:
+    exploration = Exploration(8)
+    exploration.count(EXPLORE_EVERY, is_on=True)
+    wanted = exploration.choose(4, gain=2.0)
+    for _ in range(5):
+        assert not exploration.is_due
+        exploration.count(DOUBT_EVERY, is_on=True)
+        assert exploration.is_due and exploration.choose(4, gain=2.0) == wanted

@@ -173,3 +173,14 @@ def test_prompts_make_the_share_of_the_time_for_work_no_larger() -> None:
         return next(ticks)
 
     assert num_readings(1.0) < 1.1 * num_readings(0.004)
+
+
+@pytest.mark.parametrize(("seconds", "typical"), [([3, 9, 1, 2, 4, 8, 5], 4), ([5, 6], None)])
+def test_the_last_idle_rounds_show_what_one_costs_by_their_median(seconds: list[int], typical: int | None) -> None:
+    idle, running = IdleRounds(Pace()), [decoding(0)]
+    idle.end(running)
+    idle.start(learns=False)
+    for one in seconds:
+        idle.add(FinishedStep(RoundPlan(0, [Row(0, 1, 1, 2, 0)]), [], 1, 0.0, float(one)))
+    idle.add(FinishedStep(RoundPlan(0, [Row(0, 64, 0, 2, 0)]), [], 1, 0.0, 100.0))  # reads a prompt
+    assert (idle.typical and idle.typical.seconds) == typical

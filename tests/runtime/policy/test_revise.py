@@ -9,11 +9,12 @@ from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.messages import StepCosts
 from runtime.policy.acceptance import DecodingRow
 from runtime.policy.adaptive import AdaptivePolicy
-from runtime.policy.allocation import Allocation, RoundCosts
+from runtime.policy.allocation import Allocation
 from runtime.policy.bandit import BanditPolicy
 from runtime.policy.base import Policy
 from runtime.policy.batch_size import BatchSizePolicy, derive_threshold
 from runtime.policy.choosers import ChainChooser
+from runtime.policy.cost_model import RoundCosts
 from runtime.policy.factory import make_policy
 from runtime.policy.round_costs import RoundCostModel
 from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, flat, steep, warmed_up

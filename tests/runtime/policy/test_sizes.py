@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.messages import StepCosts
-from runtime.policy.allocation import RoundCosts
+from runtime.policy.cost_model import RoundCosts
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.sizes import SizeModel, choose_size, ladder, rising
 

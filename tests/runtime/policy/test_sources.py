@@ -90,14 +90,14 @@ def test_a_cascade_is_faster_than_each_of_its_methods(seed: int) -> None:
 
 
 def test_where_nothing_was_found_nothing_is_known_of_what_would_have_been() -> None:
-    model, request = AcceptanceModel(2), RequestAcceptance()
+    model = AcceptanceModel(2)
     for _ in range(40):
-        model.observe(request, 2, 0, 0)
+        model.observe(RequestAcceptance(), 2, 0, 0)
     model.refresh()
     assert model.drafted[0] == pytest.approx(PRIOR_TRIALS / (PRIOR_TRIALS + 40))
     assert model.rates[0] / model.drafted[0] == pytest.approx(ASSUMED)
     for _ in range(400):
-        model.observe(request, 2, 2, 0)
+        model.observe(RequestAcceptance(), 2, 2, 0)
     model.refresh()
     assert model.rates[0] == pytest.approx(0, abs=0.05)
 

@@ -180,3 +180,15 @@ def test_a_threshold_of_the_user_stays() -> None:
     config = SpeculativeConfig(method="draft_model", num_speculative_tokens=5, disable_by_batch_size=20)
     policy = BatchSizePolicy(config, partial(with_threshold, config, max_rows=64), COSTS)
     assert serve(policy, 12, 0.04) == 5
+
+
+@pytest.mark.parametrize(("num_rows", "share"), [(64, 1.0), (1, 1 / 64)])
+def test_what_a_trial_lost_is_expected_for_each_row(num_rows: int, share: float) -> None:
+    trials = Trials(limit=5)
+    assert trials.start_if_due(0.0, num_rows=64)
+    while trials.is_running:
+        trials.end_round(0.012, 0.01, 0.002)
+    num_rounds = next(n for n in range(100_000) if trials.end_round(0.002) or trials.start_if_due(0.0, 0.0, num_rows))
+    needed_s = 6 * 0.01 * (1 + share)  # what it lost, and as much for those rows
+    assert num_rounds * 0.002 * LEAST_TRIAL_SHARE <= needed_s <= 1.01 * num_rounds * 0.002 * TRIAL_SHARE / 2
+    assert not trials.has_gained
