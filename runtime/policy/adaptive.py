@@ -52,8 +52,7 @@ class AdaptivePolicy:
     ) -> None:
         self.limit, self._chosen = limit, Chosen(limit, len(sources))
         self._sources, self._may_branch, self._clock = sources, may_branch, clock
-        self._chooser = chooser
-        self._costs, self._calibration = costs, Calibration()
+        self._chooser, self._costs, self._calibration = chooser, costs, Calibration()
         self._switch, self._resuming = Switch(), Resuming()
         self._trials, self._exploration = Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
@@ -132,10 +131,10 @@ class AdaptivePolicy:
         """Learn of idle rounds, and what they cost by a typical one."""
         for step in idle.learnt if self._by_slot else ():
             record(self._chooser, step, self._by_slot, self._costs.reading_slots(step, self.current))
-        if (typical := idle.typical) is None:
-            return
-        self._costs.learn(typical, self._by_slot, num_rounds=len(idle.last))
-        self._learning.wait(LEARNING[self.current == 0].rounds)
+        if (typical := idle.typical) is not None:
+            reading = self._costs.reading_slots(typical, self.current)
+            self._costs.learn(typical, self._by_slot, reads=bool(reading), num_rounds=len(idle.last))
+            self._learning.wait(LEARNING[self.current == 0].rounds)
 
     def _begin(self, running: Seq[Sequence], *, is_kept: bool) -> None:
         """Decide, unless the last decision is kept, and note what was asked for, where something is learnt from it."""
@@ -198,7 +197,8 @@ class AdaptivePolicy:
 
     def _decide(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         began = self._clock()
-        best = self._chooser.choose(list(rows.values()), costs := self._costs.of(num_known, len(rows)))
+        costs = self._costs.of(num_known, len(rows))
+        best = self._chooser.choose(list(rows.values()), costs)
         gain = best.gain * self._calibration.factor if best.k_RS.any() else 1.0
         if self._may_draft(gain, len(rows), costs.plain()):
             if self.current and not self._chosen.is_decided:
@@ -293,7 +293,7 @@ class AdaptivePolicy:
         """Learn costs, and acceptance but for slots *reading*; return the seconds of a plain step of the same rows."""
         if not self._warming.is_on:
             record(self._chooser, step, self._by_slot, reading)
-            self._costs.learn(step, self._by_slot, deciding_s=self._begin_s)
+            self._costs.learn(step, self._by_slot, reads=bool(reading), deciding_s=self._begin_s)
         num_known = sum([row.length for row in step.plan.rows])
         if self.current and self._costs.is_plain_in_doubt(num_known):
             self._exploration.doubt(self._switch.gain)

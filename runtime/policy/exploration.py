@@ -10,7 +10,8 @@ EXPLORE_EVERY, DOUBT_EVERY = 50, 16
 MOST_DOUBLED = 3
 """How often that is doubled at most: once whenever another was tried, until what pays is another."""
 LOST = 0.5
-"""Of the seconds by which rounds of more draft tokens are longer, what is lost, with more and with fewer."""
+"""Of the seconds by which more draft tokens make a round longer, the share that trying more or fewer is taken to cost:
+the tokens that they bring or that are missing are not known beforehand. Against plain rounds all of it is."""
 EXPLORED_ROUNDS, EXPLORED_PLAIN = 8, 4
 """Each is tried for so many rounds in a row, and none for so many. The last of them show what it costs: after rounds of
 another size the first ones take longer."""

@@ -161,12 +161,17 @@ class RoundCostModel:
         self._draft = CostCurve(costs.draft_s if self._sources.has_worker else FREE, self._max_rows)
 
     def learn(
-        self, step: FinishedStep, asked: Mapping[int, Asked], *, deciding_s: float = 0.0, num_rounds: int = 1
+        self,
+        step: FinishedStep,
+        asked: Mapping[int, Asked],
+        *,
+        reads: bool,
+        deciding_s: float = 0.0,
+        num_rounds: int = 1,
     ) -> None:
-        """Correct the curves by a step that is the median of *num_rounds* alike. For the others see `describe`."""
+        """Correct the curves by a step: see `observe`, and `describe` for what was *asked* for and *deciding_s*."""
         done = describe(step, asked, self._sources.worker, deciding_s)
-        depth = max([max(one.k_S) for one in asked.values()], default=0)
-        self.observe(done, reads=bool(self.reading_slots(step, depth)), num_rounds=num_rounds)
+        self.observe(done, reads=reads, num_rounds=num_rounds)
 
     def observe(self, done: Round, *, reads: bool = False, num_rounds: int = 1) -> None:
         """Correct the curves by a round, unless there are prompts in it; that of drafts unless the draft *reads*.
