@@ -8,10 +8,13 @@ would end with its slowest request alone, and what others gain by drafts would b
 all of one length, plain decoding alone would end them together, and read the prompts that follow in one large step.
 
 The figures are ratios of the time of all blocks, with bootstrap 95 % intervals: how many times faster the adaptive
-policy is than plain decoding, and than the best of the fixed K. The texts: the demo's held-out prompts; another
+policy is than plain decoding, and than the best of the fixed K. The first blocks, of some 1,000 tokens, are not
+counted: in them the policy learns what rounds cost. The texts: the demo's held-out prompts; another
 language, of which the demo models saw nothing (Python's own C headers); random tokens; "mixed", of which every other
 request is a demo prompt, and the others are random tokens that go on at random. "random draft" is a draft model with
-random weights. Plain decoding is the mean of two engines: equal ones differ by up to 1 %. "control" is one more.
+random weights. Plain decoding is the mean of two engines: equal ones in one process differ by 1 to 4 %, by where their
+weights lie in memory. "control" is one more. With `--engines 3` the blocks are shared by three groups of engines, which
+are built one after the other.
 
 `--fixed` adds engines with a fixed K, 0 among them, which is plain decoding, to the same blocks. The best K is chosen
 by every other block, and compared in the blocks between: chosen by the same blocks, it would have the luck of the draw.
@@ -25,7 +28,8 @@ import itertools
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,12 +40,16 @@ import torch
 
 from benchmarks.proposers import build_store, proposers
 from benchmarks.shared import measure
+from benchmarks.shared.measure import Timings
 from benchmarks.shared.sides import GREEDY, DemoEngine
 from benchmarks.shared.texts import random_draft, requests
 from benchmarks.shared.workload import Item, SamplingSettings
 from demo import pair
 
 Config = dict[str, Any]
+Blocks = Sequence[list[Item]]
+Drafted = Counter[str]
+"""Draft tokens by method."""
 PLAIN, CONTROL, BEST = "plain", "control", "best"
 PLAINS = (PLAIN, "plain 2")
 SLICE_STEPS = {1: 32, 8: 16, 32: 8}
@@ -52,7 +60,8 @@ WAVES = {1: 1, 8: 3, 32: 2}
 """Requests of a block for each that runs at once, by batch size."""
 TOKENS = {1: 128, 8: 64, 32: 48}
 """Tokens of a request on average, by batch size."""
-WARM_BLOCKS = 2
+WARM_BLOCKS = {1: 8, 8: 2, 32: 2}
+"""First blocks, which are not counted, by batch size: some 1,000 tokens, in which the policy learns costs and text."""
 TOGETHER = 6
 """Methods that are compared with the same engines without speculation, unless each is compared with fixed K, too."""
 FIXED = [0, 1, 2, 3, 5, 8]
@@ -126,10 +135,7 @@ class EngineGroup:
 
     @staticmethod
     def of(target: Path, methods: Mapping[str, Config], batch: int, args: argparse.Namespace) -> "EngineGroup":
-        """Build engines that run *batch* requests at once; *methods* are configurations, that of the control empty.
-
-        Some methods draft from past answers, so each text starts with new engines.
-        """
+        """Build engines that run *batch* requests at once; *methods* are configurations, that of the control empty."""
         configs: dict[str, Config | None] = dict.fromkeys(PLAINS)
         fixed: dict[str, dict[int, str]] = {}
         for name, config in methods.items():
@@ -151,22 +157,17 @@ class EngineGroup:
             for item in items if sides else ():
                 self.sides[sides[max(sides)]].one(replace(item, max_tokens=2), GREEDY)
 
-    def measured(self, text: str, temperature: float, batch: int, items: list[Item], blocks: int) -> list[PolicyRow]:
-        """Measure a cell of each method; the first blocks warm up every side and are not counted."""
+    def measured(self, temperature: float, warm: Blocks, blocks: Blocks, slice_tokens: int) -> tuple[Timings, Drafted]:
+        """Return the timings of all sides, and how many draft tokens each method had; *warm* is not counted."""
         sampling = SamplingSettings(temperature)
         runs = {name: partial(each.stream, sampling=sampling) for name, each in self.sides.items()}
-        work, slice_tokens = batches(items, batch, blocks + WARM_BLOCKS), SLICE_STEPS[batch] * batch
-        measure.alternate_slices(runs, work[:WARM_BLOCKS], slice_tokens)
+        measure.alternate_slices(runs, warm, slice_tokens)
         before = self._num_drafted()
-        timings = _with_mean(measure.alternate_slices(runs, work[WARM_BLOCKS:], slice_tokens))
-        drafted = {name: now - before[name] for name, now in self._num_drafted().items()}
-        return [
-            _row(PolicyCell(name, text, temperature, batch), timings, self.fixed[name], drafted[name])
-            for name in self.fixed
-        ]
+        timings = _with_mean(measure.alternate_slices(runs, blocks, slice_tokens))
+        return timings, self._num_drafted() - before
 
-    def _num_drafted(self) -> dict[str, int]:
-        return {name: self.sides[name].llm.stats().proposed for name in self.fixed}
+    def _num_drafted(self) -> Drafted:
+        return Counter({name: self.sides[name].llm.stats().proposed for name in self.fixed})
 
     def shutdown(self) -> None:
         """Shut all engines down."""
@@ -174,13 +175,13 @@ class EngineGroup:
             each.llm.shutdown()
 
 
-def _with_mean(timings: measure.Timings) -> measure.Timings:
+def _with_mean(timings: Timings) -> Timings:
     """Return *timings* with the mean of all engines without speculation as those of one."""
     plain_B = np.mean([timings.seconds[name] for name in PLAINS], axis=0)
     return replace(timings, seconds={**timings.seconds, PLAIN: plain_B})
 
 
-def _row(cell: PolicyCell, timings: measure.Timings, fixed: Mapping[int, str], num_drafted: int) -> PolicyRow:
+def _row(cell: PolicyCell, timings: Timings, fixed: Mapping[int, str], num_drafted: int) -> PolicyRow:
     over_plain, drafted = timings.speedup(cell.method, PLAIN), num_drafted / timings.tokens_B.sum()
     if not fixed:
         return PolicyRow(cell, over_plain, None, None, drafted)
@@ -199,11 +200,30 @@ def rows(methods: Mapping[str, Config], batch: int, args: argparse.Namespace) ->
     for text, items in requests(target, TOKENS[batch]).items():
         if args.texts and text not in args.texts:
             continue
-        group = EngineGroup.of(target, methods, batch, args)
-        group.read(items[: (WARM_BLOCKS + args.blocks) * WAVES[batch] * batch])
-        for temperature in args.temperatures:
-            yield from group.measured(text, temperature, batch, items, args.blocks)
+        yield from text_rows(text, items, partial(EngineGroup.of, target, methods, batch, args), batch, args)
+
+
+def text_rows(
+    text: str, items: list[Item], engine_group: Callable[[], EngineGroup], batch: int, args: argparse.Namespace
+) -> Iterator[PolicyRow]:
+    """Yield the rows of one text, of several groups of engines one after the other, each with its part of the blocks.
+
+    Some methods draft from past answers, so no group knows another text's.
+    """
+    num_warm, slice_tokens = WARM_BLOCKS[batch], SLICE_STEPS[batch] * batch
+    work = batches(items, batch, num_warm + args.blocks)
+    warm, blocks = work[:num_warm], work[num_warm:]
+    found: dict[float, list[tuple[Timings, Drafted]]] = {temperature: [] for temperature in args.temperatures}
+    for part in range(args.engines):
+        group = engine_group()
+        group.read(list(itertools.chain(*work)))
+        for temperature, parts in found.items():
+            parts.append(group.measured(temperature, warm, blocks[part :: args.engines], slice_tokens))
         group.shutdown()
+    for temperature, parts in found.items():
+        timings, drafted = measure.joined([each for each, _ in parts]), sum((each for _, each in parts), Counter())
+        for name, fixed in group.fixed.items():
+            yield _row(PolicyCell(name, text, temperature, batch), timings, fixed, drafted[name])
 
 
 def all_rows(methods: Mapping[str, Config], args: argparse.Namespace) -> Iterator[PolicyRow]:
@@ -242,6 +262,7 @@ def main() -> None:
         help=f"fixed K to compare with, up to the method's own; without values: {FIXED}",
     )
     parser.add_argument("--blocks", type=int, default=6, help="at least 2")
+    parser.add_argument("--engines", type=int, default=1, help="groups of engines, which share the blocks")
     parser.add_argument("--again", type=Path, help="figures of an earlier run, whose low cells are measured again")
     parser.add_argument("--eager", action="store_true", help="compile no model")
     args = parser.parse_args()

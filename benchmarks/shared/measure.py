@@ -23,6 +23,7 @@ __all__ = [
     "alternate_slices",
     "arguments",
     "environment",
+    "joined",
     "mean",
     "share",
     "write",
@@ -68,6 +69,12 @@ def share(part_A: Floats, whole_B: Floats) -> Ratio:
 
     low, high = np.percentile(drawn(part_A) / drawn(whole_B), [2.5, 97.5])
     return Ratio(float(np.median(part_A) / np.median(whole_B)), float(low), float(high))
+
+
+def joined(parts: Sequence[Timings]) -> Timings:
+    """Return the blocks of all *parts*, which have the same sides."""
+    seconds = {side: np.concatenate([one.seconds[side] for one in parts]) for side in parts[0].seconds}
+    return Timings(np.concatenate([one.tokens_B for one in parts]), seconds)
 
 
 def alternate(
