@@ -74,7 +74,8 @@ CASES = {
     "gptq 4": Case(lambda: formats.gptq(4, 32), _gptq(4)),
     # In fp32, transformers itself is 1.2e-4 of the largest logit off its own logits in float64 here.
     "gptq 8": Case(lambda: formats.gptq(8, 32), _gptq(8), tolerance=5e-5),
-    "gptq 2": Case(lambda: formats.gptq(2, 32), _gptq(2)),
+    # With AVX2, both are off those in float64: transformers by 0.9e-5 of the largest logit, these by 1.2e-5.
+    "gptq 2": Case(lambda: formats.gptq(2, 32), _gptq(2), tolerance=5e-5),
     "gptq act order": Case(lambda: formats.gptq(4, 32, in_order=False), _gptq(4, desc_act=True)),
     "gptq v2": Case(lambda: formats.gptq(4, 32, zero_shift=0), _gptq(4, checkpoint_format="gptq_v2")),
     "awq": Case(lambda: formats.awq(32), AWQ),
