@@ -216,7 +216,7 @@ def text_rows(
     found: dict[float, list[tuple[Timings, Drafted]]] = {temperature: [] for temperature in args.temperatures}
     for part in range(args.engines):
         group = engine_group()
-        group.read(list(itertools.chain(*work)))
+        group.read(items[: sum(map(len, work))])
         for temperature, parts in found.items():
             parts.append(group.measured(temperature, warm, blocks[part :: args.engines], slice_tokens))
         group.shutdown()
