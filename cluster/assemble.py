@@ -19,6 +19,7 @@ from protos.progress import ProgressCallback
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
 from runtime.policy.base import Policy
+from runtime.policy.exploration import LookUp
 from runtime.policy.factory import make_policy
 from runtime.text.detokenizer import Detokenizer, DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
@@ -97,7 +98,8 @@ def build(
         detokenizers=detokenizers or DetokenizerFactory(None if tokenizer is None else tokenizer.backend_tokenizer),
     )
     mailbox = inbox or LocalInbox()
-    controller = Controller(scheduler, _policy(config, info.costs, report), executor, mailbox)
+    look_up = None if scheduler.proposers is None else scheduler.proposers.look_up
+    controller = Controller(scheduler, _policy(config, info.costs, look_up, report), executor, mailbox)
     return Assembled(config, controller, mailbox, executor, info, tokenizer)
 
 
@@ -113,9 +115,9 @@ def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -
     )
 
 
-def _policy(config: EngineConfig, costs: StepCosts | None, report: ProgressCallback) -> Policy:
+def _policy(config: EngineConfig, costs: StepCosts | None, look_up: LookUp | None, report: ProgressCallback) -> Policy:
     """Return the speculation policy of *config*, which may depend on measured costs."""
-    policy, line = make_policy(config, costs)
+    policy, line = make_policy(config, costs, look_up)
     if config.speculative is not None:
         report(line)
     return policy

@@ -39,7 +39,11 @@ class SequenceListener:
     """
 
     def prepare(self) -> None:
-        """Do about a millisecond of slow work. Called once per round while speculation is on."""
+        """Do about a millisecond of slow work. Called once per round while speculation is on, and rarely while not."""
+
+    def is_prepared(self, key: int) -> bool:
+        """Whether that work is done for this sequence: before, nothing is found for it."""
+        return True
 
     def begin(self, key: int, request: Request) -> None:
         """A sequence arrived; *key*, from 1 on, is never reused."""

@@ -124,6 +124,11 @@ class SequenceIndex(SequenceListener):
                 self._unprepared.popleft().is_waiting = False
             budget -= taken
 
+    def is_prepared(self, key: int) -> bool:
+        """See `SequenceListener`."""
+        sequence = self._sequences.get(key)
+        return sequence is None or not sequence.is_waiting
+
     def begin(self, key: int, request: Request) -> None:
         """See `SequenceListener`."""
         prompt = request.prompt_token_ids

@@ -78,12 +78,29 @@ class ControllerProposers:
 
     def fill(self, scheduled: Seq[ScheduledSequence], policy: "Policy") -> None:
         """Set `draft`, `k` and `source` of the rows with `k > 0` for which a proposer has a draft."""
+        self._fill(scheduled, policy.num_draft_tokens, policy.limit)
+
+    def look_up(self, sequences: Seq[Sequence], limit: int) -> list[tuple[int, Draft] | None]:
+        """Return drafts of at most *limit* tokens for *sequences*, and their sources. See `LookUp`.
+
+        What users predict is not looked up: that is followed in any case. Listeners do a slice of their slow work.
+        """
+        rows = [ScheduledSequence(one, one.num_uncomputed, limit, source=self.num_sources) for one in sequences]
+        self._fill(rows, lambda _, source: limit if source != PREDICTION else 0, limit)
+        are_prepared = [all(listener.is_prepared(one.key) for listener in self._listeners) for one in sequences]
+        self.prepare()
+        return [
+            (one.source, one.draft or NO_DRAFT) if is_prepared else None
+            for one, is_prepared in zip(rows, are_prepared, strict=True)
+        ]
+
+    def _fill(self, scheduled: Seq[ScheduledSequence], most: Callable[[Sequence, int], int], limit: int) -> None:
         for source in range(self.num_sources):
             rows = [one for one in scheduled if one.k and one.draft is None and self._may_draft(source, one)]
-            most = [min(one.k, policy.num_draft_tokens(one.sequence, source)) for one in rows]
-            asked = [(one, k) for one, k in zip(rows, most, strict=True) if k]
+            most_R = [min(one.k, most(one.sequence, source)) for one in rows]
+            asked = [(one, k) for one, k in zip(rows, most_R, strict=True) if k]
             if asked:
-                self._fill_with(source, asked, policy.limit)
+                self._fill_with(source, asked, limit)
 
     def _may_draft(self, source: int, one: ScheduledSequence) -> bool:
         request = one.sequence.request

@@ -36,7 +36,7 @@ class Scheduler:
 
     Args:
         info: what the loaded workers returned.
-        proposers: run in the controller process, in order of priority.
+        proposers: run in the controller process, in order of priority; as an attribute, None without any.
         has_worker: whether a draft worker proposes for rows for which they have no draft.
         detokenizers: returns a request's detokenizer (`DetokenizerFactory`).
 
@@ -57,24 +57,22 @@ class Scheduler:
         check_limits(config, info)
         self.info = info
         self._detokenizers = detokenizers
-        self._counters = EngineCounters()
-        self._proposers = (
-            ControllerProposers(proposers, info.vocab_size, info.methods, self._counters) if proposers else None
-        )
+        counters = self._counters = EngineCounters()
+        self.proposers = ControllerProposers(proposers, info.vocab_size, info.methods, counters) if proposers else None
         self._prefix_caching = cache.enable_prefix_caching and info.prefix_states != 0
         blocks = BlockManager(info.num_blocks, info.block_size, info.prefix_states if self._prefix_caching else None)
         self._queue = RequestQueue(config.max_num_seqs, blocks)
         lag = int(info.draft_needs == "all")
         self._states = None if blocks.states is None else StateKeeping(blocks, blocks.states, lag)
         worker_methods = (None, *info.methods[-1:]) if has_worker else ()
-        self._worker_source = (self._proposers.num_sources if self._proposers else 0) if has_worker else None
+        self._worker_source = (self.proposers.num_sources if self.proposers else 0) if has_worker else None
         self._planner = Planner(
             config,
             cache,
             info,
             queue=self._queue,
             states=self._states,
-            proposers=self._proposers,
+            proposers=self.proposers,
             worker_methods=worker_methods,
             worker_source=self._worker_source,
             counters=self._counters,
@@ -116,8 +114,8 @@ class Scheduler:
         sequence = Sequence(request, list(request.prompt_token_ids), max_len, self._detokenizers(request))
         sequence.key = next(self._keys)
         self._queue.add(sequence)
-        if self._proposers is not None:
-            self._proposers.begin(sequence)
+        if self.proposers is not None:
+            self.proposers.begin(sequence)
         return []
 
     def _abort(self, abort: Abort) -> list[TokenOutput]:
@@ -133,8 +131,8 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         self._queue.remove(sequence)
-        if self._proposers is not None:
-            self._proposers.end(sequence)
+        if self.proposers is not None:
+            self.proposers.end(sequence)
 
     def fail_all(self, reason: str) -> list[TokenOutput]:
         """End every request with an error; return their last outputs."""
@@ -174,8 +172,8 @@ class Scheduler:
                 outputs.append(self._commit_row(sequence, row, by_slot.get(row.slot)))
             if self._states is not None:
                 self._states.settle(row)
-        if plan.speculates and self._proposers is not None:
-            self._proposers.prepare()
+        if plan.speculates and self.proposers is not None:
+            self.proposers.prepare()
         return [output for output in outputs if output is not None]
 
     def _commit_row(self, sequence: Sequence, row: Row, verdict: Verdict | None) -> TokenOutput | None:
@@ -204,8 +202,8 @@ class Scheduler:
             return None  # it skipped its turn
         if verdict.widths:
             self._move_accepted(sequence, row, verdict.path)
-        if self._proposers is not None:
-            self._proposers.grow(sequence, verdict.token_ids[:num_new], verdict.probed)
+        if self.proposers is not None:
+            self.proposers.grow(sequence, verdict.token_ids[:num_new], verdict.probed)
         self._counters.generated_tokens += num_new
         step = self._count_draft(sequence, verdict, num_new) if verdict.proposed else Step()
         if sequence.finish_reason is not None:

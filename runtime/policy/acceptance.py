@@ -6,7 +6,7 @@ request has a deviation from it, which is small as long as little of the request
 
 from collections.abc import Container
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -62,6 +62,10 @@ class Sources:
         """The number of the draft worker, if there is one; that of rows without a draft, if not."""
         return len(self) - self.has_worker
 
+    def looked_up(self, k_S: Seq[int]) -> tuple[int, ...]:
+        """Return *k_S*, 0 for the sources that are not looked up: predictions and the draft worker."""
+        return tuple([k * (PREDICTION < source < self.worker) for source, k in enumerate(k_S)])
+
     def may_draft(self, source: int, request: Request) -> bool:
         """Whether *source* may draft for *request*."""
         if self.predicts and source == PREDICTION:
@@ -74,34 +78,39 @@ WORKER_ALONE = Sources()
 
 @dataclass(slots=True)
 class RequestAcceptance:
-    """What one request showed: draft tokens that were tried, those accepted, and those expected to be.
+    """What one request showed: draft tokens that were tried, those accepted, and drafts by how many were tried of each.
 
-    A draft token is tried if all before it were accepted. The expected ones are in units of the rate of first tokens:
-    that of all requests is known better later, by this request, too.
+    A draft token is tried if all before it were accepted.
     """
 
     tried: float = 0.0
     accepted: float = 0.0
-    expected: float = 0.0
+    drafts: list[float] = field(default_factory=list)
 
-    def add(self, tried: int, accepted: int, expected: float) -> None:
+    def add(self, tried: int, accepted: int) -> None:
         """Add a draft, and forget a part of those before."""
         self.tried = REQUEST_MEMORY * self.tried + tried
         self.accepted = REQUEST_MEMORY * self.accepted + accepted
-        self.expected = REQUEST_MEMORY * self.expected + expected
+        self.drafts = [REQUEST_MEMORY * number for number in self.drafts]
+        self.drafts += [0.0] * (tried + 1 - len(self.drafts))
+        self.drafts[tried] += 1
 
     @property
     def weight(self) -> float:
         """What its next draft shows of other requests: the less, the more of it was seen."""
         return REQUEST_PRIOR / (REQUEST_PRIOR + self.tried)
 
-    def factor(self, mean: float) -> float:
-        """Return how much better or worse than expected the odds of its draft tokens were; *mean* is usual for all."""
+    def factor(self, usual: Seq[float]) -> float:
+        """Return how much better or worse than usual the odds of its draft tokens were.
+
+        Of so many tokens tried one after another, *usual* is how many are accepted in all requests, as far as is known
+        by now: rates of the first token and of later ones may differ much, and change apart.
+        """
         if not self.tried:
             return 1.0
-        trials = self.tried + REQUEST_PRIOR
-        found, usual = ((count + REQUEST_PRIOR * mean) / trials for count in (self.accepted, mean * self.expected))
-        return _odds(found) / _odds(usual)
+        expected = sum([number * accepted for number, accepted in zip(self.drafts, usual, strict=False)])
+        prior, trials = REQUEST_PRIOR * usual[1], self.tried + REQUEST_PRIOR
+        return _odds((self.accepted + prior) / trials) / _odds((expected + prior) / trials)
 
 
 @dataclass(frozen=True)
@@ -140,12 +149,13 @@ class DecodingRows:
     """
 
     def __init__(self, limit: int, sources: Sources, *, may_branch: bool) -> None:
-        self._limit, self._sources, self._may_branch = limit, sources, may_branch
+        self.sources = sources
+        self._limit, self._may_branch = limit, may_branch
         self._rows: dict[int, DecodingRow] = {}  # by the sequence's key
 
     def are_newly_predicted(self, running: Seq[Sequence], decided: Container[int]) -> bool:
         """Whether a request of *running* has a prediction, and its key is not among those that were *decided* on."""
-        return self._sources.predicts and any(
+        return self.sources.predicts and any(
             one.key not in decided and one.is_decoding for one in running if one.request.prediction_token_ids
         )
 
@@ -159,7 +169,7 @@ class DecodingRows:
         row = self._rows.get(sequence.key)
         if row is None:
             limit = sequence.most_drafts(self._limit, may_branch=self._may_branch, at_first=True)
-            may_draft = [self._sources.may_draft(source, sequence.request) for source in range(len(self._sources))]
+            may_draft = [self.sources.may_draft(source, sequence.request) for source in range(len(self.sources))]
             row = DecodingRow(
                 tuple([limit * may for may in may_draft]), tuple([RequestAcceptance() for _ in may_draft])
             )
@@ -180,7 +190,7 @@ class AcceptanceModel:
         self._num_trials, self._num_assumed = 0.0, PRIOR_TRIALS
         self._rates_D = np.full(depth, ASSUMED)
         self._drafted_D = np.ones(depth)
-        self._expected = [float(tried) for tried in range(depth + 1)]  # accepted tokens, for each first one
+        self._usual = [ASSUMED * tried for tried in range(depth + 1)]  # accepted tokens, of so many tried
 
     @property
     def rates(self) -> Floats:
@@ -200,7 +210,7 @@ class AcceptanceModel:
         tried = min(asked, accepted + 1)
         accepted = min(accepted, tried)
         weight = request.weight
-        request.add(tried, accepted, self._expected[tried])
+        request.add(tried, accepted)
         self._tried[tried] += weight
         self._scored[min(tried, drafted)] += weight
         self._accepted[accepted] += weight
@@ -234,15 +244,14 @@ class AcceptanceModel:
             rates.append(rate * (scored + prior * share) / (tried + prior))
             prior = PRIOR_TRIALS
         self._drafted_D, self._rates_D = np.array(shares), np.array(rates)
-        self._expected = [0.0, *(total / rates[0] for total in accumulate(rates))]
+        self._usual = list(accumulate(rates, initial=0.0))
 
     def survival(self, requests: Seq[RequestAcceptance]) -> Floats:
         """Return `[R, D]`: the probability that the first d + 1 draft tokens of each row are all accepted.
 
         The odds of the method's rates are multiplied by how much better or worse the request did than expected.
         """
-        mean = float(self._rates_D[0])
-        factor_R1 = np.array([[one.factor(mean)] for one in requests])
+        factor_R1 = np.array([[one.factor(self._usual)] for one in requests])
         odds_RD = np.array([_odds(rate) for rate in self._rates_D.tolist()]) * factor_R1
         survival_RD: Floats = np.cumprod(odds_RD / (1 + odds_RD), axis=1)
         return survival_RD

@@ -1,9 +1,8 @@
 """The adaptive policy: each round, as many draft tokens for each row as pay, none included.
 
-It predicts tokens per second from the costs of rounds (`runtime.policy.cost_model`) and from measured acceptance
-(`runtime.policy.acceptance`, `runtime.policy.sizes`). Rounds correct both, and what was predicted from them
-(`runtime.policy.allocation.Calibration`). While speculation is off, it is tried now and then; while it is on, a round
-now and then has another K, 0 included, so that its cost stays known (`runtime.policy.switching`).
+It predicts tokens per second from costs of rounds (`cost_model`) and from measured acceptance (`acceptance`, `sizes`).
+Rounds correct both, and what was predicted from them (`allocation`). While speculation is off, it is tried now and then
+(`switching`); while it is on, a round has another K now and then, 0 included, to know what that costs (`exploration`).
 """
 
 import logging
@@ -18,7 +17,7 @@ from runtime.policy.acceptance import WORKER_ALONE, Asked, DecodingRow, Decoding
 from runtime.policy.allocation import Calibration
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, Chosen, chosen_of_predictions, record
-from runtime.policy.exploration import Exploration, loss, num_explored
+from runtime.policy.exploration import Exploration, Hindsight, LookUp, loss, num_explored
 from runtime.policy.pacing import DECIDING, LEARNING, IdleRounds, Pace, RunningLoad, Starting, Warming
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.switching import SMOOTHING, TRIAL_TOKENS, FirstRounds, Resuming, Switch, Trials
@@ -32,6 +31,7 @@ class AdaptivePolicy:
     Args:
         limit: most draft tokens of a row.
         may_branch: whether drafts may be trees.
+        look_up: looks up drafts in the controller process; None if no source does.
         sources: of drafts.
         chooser: measures acceptance, and chooses by it.
         costs: of rounds.
@@ -48,6 +48,7 @@ class AdaptivePolicy:
         *,
         sources: Sources = WORKER_ALONE,
         may_branch: bool = False,
+        look_up: LookUp | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.limit, self._chosen = limit, Chosen(limit, len(sources))
@@ -57,8 +58,8 @@ class AdaptivePolicy:
         self._trials, self._exploration = Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, Asked] = {}  # of this round, and of idle ones after it
-        self._first = FirstRounds(limit)
-        self._deciding, self._learning = Pace(), Pace()
+        self._first, self._deciding, self._learning = FirstRounds(limit), Pace(), Pace()
+        self._hindsight = Hindsight(look_up, limit, chooser, self._rows, clock)
         self._idle = IdleRounds(self._deciding, self._learning, predicts=sources.predicts)
         self._num_kept, self._decided = 0, RunningLoad()  # rounds since the last decision, and what it was for
         self._starting, self._warming, self._learns = Starting(), Warming(), True
@@ -88,17 +89,19 @@ class AdaptivePolicy:
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
         self._starting.begin(running)
+        if self._hindsight.look_if_due(running, self._chosen, self._round_s):
+            self._deciding.hasten(self._round_s, DECIDING[False])
+            self._idle.stop()
         if self._idle.goes_on(running):
             return
         began = self._clock()
         self._end_idle(running)
-        self._decide_s = 0.0
         if self._decided.is_other(running) or self._rows.are_newly_predicted(running, self._chosen):
             self._deciding.advance()
         had_drafts = self.current > 0
         is_kept = not (self._is_trying or self._deciding.is_due)
         self._learns = self._is_trying or self._learning.is_due
-        self._by_slot = {}
+        self._decide_s, self._by_slot = 0.0, {}
         if not is_kept or (self._learns and self.current):
             self._begin(running, is_kept=is_kept)
         self._learns |= self._trials.is_running  # the first round of a trial reads the most
@@ -119,8 +122,7 @@ class AdaptivePolicy:
             self._calibration.observe_all(idle.num_rows, idle.rounds)
         else:
             self._calibration.fade(1 + idle.num_rounds)
-        if idle.num_rounds:
-            self._learn_idle(idle)
+        self._learn_idle(idle)
         self._trials.add(idle.num_rounds, idle.seconds)
         self._costs.reading.count_tokens(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
         if idle.is_renewed:
@@ -145,6 +147,7 @@ class AdaptivePolicy:
         if not is_kept:
             if not self._switch.is_on and self._decided.is_renewed(running):
                 self._calibration.clear()  # it was of other text
+                self._switch.renew()
             self._decided = RunningLoad.of(running)
             self._catch_up_s = 0.0 if self.current else self._costs.reading.catch_up_s(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
@@ -170,9 +173,7 @@ class AdaptivePolicy:
         self._num_kept += 1
         if not self._first.start():
             self._use_everywhere(0)
-            return
-        k_RS = self._chooser.choose(list(rows.values()), self._costs.of(num_known, len(rows))).k_RS
-        if k_RS.any():
+        elif (k_RS := self._chooser.choose(list(rows.values()), self._costs.of(num_known, len(rows))).k_RS).any():
             self._chosen.use(k_RS, rows)
         else:
             self._use_everywhere(TRIAL_TOKENS)
@@ -181,14 +182,15 @@ class AdaptivePolicy:
         """Return the number of draft tokens to try in this round: None in most rounds, and where it costs too much."""
         if not self._exploration.is_due:
             return None
-        usual, costs = max(self._chosen.typical), self._costs.of(num_known, num_rows)
-        k, read_s = self._exploration.choose(usual, self._switch.gain), self._costs.reading.read_s(num_rows)
-        each_s = loss(k, usual, num_rows, costs, gain=self.predicted_speedup, read_s=read_s)
+        usual, costs, gain = max(self._chosen.typical), self._costs.of(num_known, num_rows), self._switch.gain
+        k = self._exploration.choose(usual, gain)
+        each_s = loss(k, usual, num_rows, costs, gain=gain, read_s=self._costs.reading.read_s(num_rows))
         if not self._trials.pay(self._catch_up_s + num_explored(k) * each_s, resumes=not self.current):
             return None
+        self._exploration.begin(k)
         if k:
             self._costs.age(is_on=True)
-        return self._exploration.begin(k)
+        return k
 
     def _use_everywhere(self, k: int) -> None:
         self._calibration.expect_nothing()
@@ -214,7 +216,8 @@ class AdaptivePolicy:
     def _may_draft(self, gain: float, num_rows: int, plain_s: float) -> bool:
         """Take the *gain* of draft tokens; return whether there may be any now."""
         num_rounds, self._num_kept = 1 + self._num_kept, 0
-        if self._switch.update(gain, num_rounds, num_rows, self._catch_up_s / plain_s):
+        is_current = self._hindsight.is_current
+        if self._switch.update(gain, num_rounds, num_rows, self._catch_up_s / plain_s, is_current=is_current):
             self._trials.restore_share()
             if self._switch.is_on:
                 self._calibration.clear()
@@ -270,8 +273,15 @@ class AdaptivePolicy:
             self._idle.start(learns=self._switch.is_on)
 
     def _end_learning(self, step: FinishedStep) -> None:
+        """Learn costs, and acceptance but for slots whose draft was reading; count what the round lost."""
         read_s, reading = self._costs.reading_s(step, self.current), self._costs.reading_slots(step, self.current)
-        plain_s = self._learn(step, reading)
+        if not self._warming.is_on:
+            record(self._chooser, step, self._by_slot, reading)
+            self._costs.learn(step, self._by_slot, reads=bool(reading), deciding_s=self._begin_s)
+        num_known = sum([row.length for row in step.plan.rows])
+        if self.current and self._costs.is_plain_in_doubt(num_known):
+            self._exploration.doubt(self._switch.gain)
+        plain_s = self._costs.of(num_known).plain()
         gained_s = plain_s * step.num_tokens / max(1, len(step.plan.rows))
         seconds = step.seconds - self._begin_s
         lost_s = seconds - gained_s if step.plan.decodes else step.draft_s  # prompts take long anyway
@@ -288,13 +298,3 @@ class AdaptivePolicy:
         self._costs.revise(costs)
         self._idle.stop()
         self._deciding.advance()
-
-    def _learn(self, step: FinishedStep, reading: set[int]) -> float:
-        """Learn costs, and acceptance but for slots *reading*; return the seconds of a plain step of the same rows."""
-        if not self._warming.is_on:
-            record(self._chooser, step, self._by_slot, reading)
-            self._costs.learn(step, self._by_slot, reads=bool(reading), deciding_s=self._begin_s)
-        num_known = sum([row.length for row in step.plan.rows])
-        if self.current and self._costs.is_plain_in_doubt(num_known):
-            self._exploration.doubt(self._switch.gain)
-        return self._costs.of(num_known).plain()

@@ -1,9 +1,25 @@
-"""Trying other numbers of draft tokens than the one that pays, while speculation is on."""
+"""What is learnt of other draft tokens than those that pay.
+
+While speculation is on, other numbers of draft tokens are tried. Rows without any have drafts looked up that are not
+scored, and compared with the tokens that come: a request may begin to repeat itself, or another one. Drafts from the
+controller process cost the target nothing as long as it does not score them. The draft worker's take time to make.
+"""
 
 import math
 import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from protos.draft import Draft
+from protos.messages import Verdict
+from runtime.core.sequence import Sequence
 from runtime.policy.cost_model import RoundCosts
+
+if TYPE_CHECKING:
+    from runtime.policy.acceptance import DecodingRows
+    from runtime.policy.choosers import Chooser, Chosen
 
 EXPLORE_EVERY, DOUBT_EVERY = 50, 16
 """While speculation is on, other numbers of draft tokens are tried after so many rounds, and after so many at least."""
@@ -20,6 +36,18 @@ CLEAR_GAIN, PLAIN_SHARE, CLEAR_SHARE = 1.25, 0.5, 0.1
 decides nothing."""
 NEAR = 1.5
 """Of the other numbers, two of three are larger or smaller by this factor: what these cost decides between them."""
+
+LOOKING = 0.002
+"""Share of the time that looking up drafts takes at most that are not scored."""
+FEWEST_ROUNDS = 8
+"""They are looked up in one of so many rounds at most."""
+MOST_ROWS = 64
+"""For at most so many rows at once."""
+
+LookUp = Callable[[Seq[Sequence], int], list[tuple[int, Draft] | None]]
+"""Looks up drafts of at most so many tokens in the controller process: the source of each, and the draft.
+
+An empty draft has the source after the last that was asked. None: it cannot be known yet whether there is one."""
 
 
 def loss(k: int, usual: int, num_rows: int, costs: RoundCosts, *, gain: float, read_s: float) -> float:
@@ -92,9 +120,94 @@ class Exploration:
         is_plain = self._random.random() < (PLAIN_SHARE if gain <= CLEAR_GAIN else CLEAR_SHARE)
         return 0 if is_plain or not others else self._random.choice(sorted(others))
 
-    def begin(self, k: int) -> int:
-        """Begin to try *k* draft tokens, and return that."""
+    def begin(self, k: int) -> None:
+        """Begin to try *k* draft tokens."""
         self._num_rounds, self._next = 0, None
         if k:
             self._num_alike, self._last = self._num_alike + 1, k
-        return k
+
+
+@dataclass(frozen=True)
+class _Unscored:
+    sequence: Sequence
+    num_tokens: int  # of the sequence, when the draft was looked up
+    source: int
+    draft: Draft
+
+    def verdict(self, limit: int) -> Verdict | None:
+        """Compare the draft with the tokens that came; None if these are fewer than *limit*."""
+        came = self.sequence.token_ids[self.num_tokens : self.num_tokens + limit]
+        slot, proposed = self.sequence.slot, len(self.draft)
+        return None if len(came) < limit else Verdict(slot, proposed=proposed, path=_path(self.draft, came))
+
+
+def _path(draft: Draft, token_ids: Seq[int]) -> list[int]:
+    """Return the nodes of *draft* that *token_ids* follow, from the root on."""
+    path: list[int] = []
+    children = {edge: node for node, edge in enumerate(zip(draft.node_parents(), draft.tokens, strict=True))}
+    for token in token_ids:
+        node = children.get((path[-1] if path else -1, token))
+        if node is None or (draft.probes and draft.probes[node]):
+            break
+        path.append(node)
+    return path
+
+
+class Hindsight:
+    """Looks up drafts now and then that are not scored, and later learns from them as from others.
+
+    Args:
+        look_up: looks up drafts; None: there are none.
+        limit: most draft tokens of a row.
+        chooser: learns.
+        rows: of all requests.
+        clock: seconds.
+
+    Attributes:
+        promises: whether a token of the last drafts was right.
+    """
+
+    def __init__(
+        self, look_up: LookUp | None, limit: int, chooser: "Chooser", rows: "DecodingRows", clock: Callable[[], float]
+    ) -> None:
+        self._look_up, self._limit, self._clock = look_up, limit, clock
+        self._chooser, self._rows = chooser, rows
+        self._unscored: list[_Unscored] = []
+        self._num_left = 0
+        self.promises = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is known what drafts would bring that are not scored: all are looked up, or the last promise."""
+        return self.promises or (self._look_up is not None and not self._rows.sources.has_worker)
+
+    def look_if_due(self, running: Seq[Sequence], chosen: "Chosen", round_s: float) -> bool:
+        """Count a round. Now and then, learn from the last drafts, and look up new ones.
+
+        They are for rows that get none by what is *chosen*. Rounds take *round_s* seconds, 0 if that is unknown.
+
+        Returns:
+            Whether drafts were compared in this round that promise something.
+        """
+        self._num_left -= 1
+        if self._num_left >= 0 or self._look_up is None:
+            return False
+        began = self._clock()
+        idle = [one for one in running if one.is_decoding and not any(chosen.of(one.key))][:MOST_ROWS]
+        rows = self._rows.of(idle)
+        self.promises = False
+        for one in self._unscored:
+            row, verdict = rows.get(one.sequence.key), one.verdict(self._limit)
+            if row is not None and verdict is not None:
+                self._chooser.record(verdict, row, self._rows.sources.looked_up(row.limits), one.source)
+                self.promises |= len(verdict.path) > 0
+        self._unscored = self._looked_up(idle)
+        spent_s = self._clock() - began
+        self._num_left = max(FEWEST_ROUNDS, self._limit, int(spent_s / (LOOKING * round_s)) if round_s else 0) - 1
+        return self.promises
+
+    def _looked_up(self, sequences: Seq[Sequence]) -> list[_Unscored]:
+        if self._look_up is None or not sequences:
+            return []
+        found = zip(sequences, self._look_up(sequences, self._limit), strict=True)
+        return [_Unscored(one, len(one.token_ids), *draft) for one, draft in found if draft is not None]

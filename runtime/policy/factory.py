@@ -11,16 +11,18 @@ from runtime.policy.bandit import BanditPolicy
 from runtime.policy.base import NoSpeculation, Policy
 from runtime.policy.batch_size import BatchSizePolicy, with_threshold
 from runtime.policy.choosers import ChainChooser, TreeChooser
+from runtime.policy.exploration import LookUp
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.stopping import StoppingPolicy
 
 
-def make_policy(config: EngineConfig, costs: StepCosts | None) -> tuple[Policy, str]:
+def make_policy(config: EngineConfig, costs: StepCosts | None, look_up: LookUp | None = None) -> tuple[Policy, str]:
     """Return the policy for *config*, and a line that describes it.
 
     Args:
         config: a parsed configuration.
         costs: of steps, measured in warm-up; None if they were not.
+        look_up: looks up drafts in the controller process; None if no method does.
 
     Raises:
         ConfigError: the table of batch sizes is not valid.
@@ -28,15 +30,18 @@ def make_policy(config: EngineConfig, costs: StepCosts | None) -> tuple[Policy, 
     speculative = config.speculative
     if speculative is None:
         return NoSpeculation(), "speculation: not configured"
-    policy, line = _policy(config, speculative, costs)
+    policy, line = _policy(config, speculative, costs, look_up)
     if speculative.assistant_confidence_threshold != "auto":
         return policy, line
     return StoppingPolicy(policy, _cost_model(config, speculative, costs)), f"{line}; drafts end where that pays"
 
 
-def _policy(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> tuple[Policy, str]:
+def _policy(
+    config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None, look_up: LookUp | None
+) -> tuple[Policy, str]:
     if speculative.policy_name == "adaptive":
-        return _adaptive(config, speculative, costs), "speculation: as many draft tokens as pay, by measured costs"
+        policy = _adaptive(config, speculative, costs, look_up)
+        return policy, "speculation: as many draft tokens as pay, by measured costs"
     if speculative.policy_name == "bandit":
         bandit = BanditPolicy(speculative.num_speculative_tokens, may_branch=speculative.may_branch)
         return bandit, "speculation: as many draft tokens as were fastest, none included"
@@ -47,11 +52,13 @@ def _policy(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCos
     return BatchSizePolicy(with_limit, derive, costs), line
 
 
-def _adaptive(config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None) -> Policy:
+def _adaptive(
+    config: EngineConfig, speculative: SpeculativeConfig, costs: StepCosts | None, look_up: LookUp | None
+) -> Policy:
     limit, sources = speculative.num_speculative_tokens, _sources(speculative)
     chooser = TreeChooser(limit, sources) if speculative.may_branch else ChainChooser(limit, sources)
     model = _cost_model(config, speculative, costs)
-    return AdaptivePolicy(limit, chooser, model, sources=sources, may_branch=speculative.may_branch)
+    return AdaptivePolicy(limit, chooser, model, sources=sources, may_branch=speculative.may_branch, look_up=look_up)
 
 
 def _sources(speculative: SpeculativeConfig) -> Sources:

@@ -46,6 +46,10 @@ class Share(NamedTuple):
     of_time: float
     rounds: int
 
+    def pause(self, seconds: float, round_s: float) -> int:
+        """Return the rounds without work after some that took *seconds*. Rounds take *round_s*, 0 if unknown."""
+        return min(self.rounds - 1, int(seconds / (self.of_time * round_s))) if round_s else 0
+
 
 DECIDING = Share(0.003, 64), Share(0.0005, 256)
 """How often it is decided how many draft tokens there are, with draft tokens and without."""
@@ -57,7 +61,8 @@ class Pace:
     """In which rounds work is done that takes too long for every round. It is due in the first one."""
 
     def __init__(self) -> None:
-        self._num_left = 0
+        self._num_left = self._num_waited = 0
+        self._seconds = 0.0  # of the last time
 
     @property
     def is_due(self) -> bool:
@@ -67,6 +72,7 @@ class Pace:
     def skip(self, num_rounds: int = 1) -> None:
         """Count rounds without it."""
         self._num_left -= num_rounds
+        self._num_waited += num_rounds
 
     def advance(self) -> None:
         """Let it be due at once."""
@@ -81,8 +87,13 @@ class Pace:
 
         It is due after *most* rounds at the latest, unless that is 0.
         """
-        num_left = min(share.rounds - 1, int(seconds / (share.of_time * round_s))) if round_s else 0
+        self._seconds, self._num_waited = seconds, 0
+        num_left = share.pause(seconds, round_s)
         self._num_left = min(num_left, most) if most else num_left
+
+    def hasten(self, round_s: float, share: Share) -> None:
+        """Let it be due as soon as *share* lets it, if that is earlier."""
+        self._num_left = min(self._num_left, share.pause(self._seconds, round_s) - self._num_waited)
 
     @property
     def num_left(self) -> int:

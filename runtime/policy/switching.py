@@ -51,6 +51,7 @@ class Switch:
         self._pause = FIRST_PAUSE
         self._num_rows = 0  # of this load
         self._num_changed = 0  # rows at the last change
+        self._is_renewed = False  # since then
         self._missed = 0.0  # what the other state would have saved since it seems better, in plain rounds
 
     @property
@@ -63,10 +64,17 @@ class Switch:
         """The smoothed gain: tokens per second relative to plain decoding."""
         return math.exp(self._log_gain)
 
-    def update(self, gain: float, num_rounds: int, num_rows: int, catch_up: float = 0.0) -> bool:
+    def renew(self) -> None:
+        """Note that the requests are others than when it was switched off."""
+        self._is_renewed = True
+
+    def update(
+        self, gain: float, num_rounds: int, num_rows: int, catch_up: float = 0.0, *, is_current: bool = False
+    ) -> bool:
         """Take the gain predicted for the last *num_rounds* rounds of *num_rows*; return whether the switch changed.
 
-        *catch_up* is what switching on costs, in plain rounds.
+        *catch_up* is what switching on costs, in plain rounds. A pause is never long if what is known of drafts
+        *is_current*, although none are scored, and other requests do not wait for its end.
         """
         self._rounds += num_rounds
         if is_other_load(self._num_rows, num_rows):
@@ -77,7 +85,7 @@ class Switch:
         if self.is_on and self.gain < OFF_BELOW:
             lost = num_rounds * (OFF_BELOW / self.gain - 1)
             return self._misses(lost, MOST_MISSED) and self._change("does_not_pay", num_rows)
-        if not self.is_on and self.gain > ON_ABOVE and self._is_rested(num_rows):
+        if not self.is_on and self.gain > ON_ABOVE and self._is_rested(num_rows, is_current=is_current):
             return self._misses(num_rounds * (1 - 1 / self.gain), catch_up) and self._change("pays", num_rows)
         self._missed = 0.0
         return False
@@ -92,15 +100,17 @@ class Switch:
         is_mistake = self._rounds < self._pause and num_rows < OTHER_LOAD * self._num_changed
         return min(2 * self._pause, LONGEST_PAUSE) if is_mistake else FIRST_PAUSE
 
-    def _is_rested(self, num_rows: int) -> bool:
+    def _is_rested(self, num_rows: int, *, is_current: bool) -> bool:
         """Whether the pause is over. There is none with fewer rows than it was switched off for."""
+        if is_current and (self._is_renewed or self._rounds >= FIRST_PAUSE):
+            return True
         return self._rounds >= self._pause or OTHER_LOAD * num_rows <= self._num_changed
 
     def _change(self, reason: str, num_rows: int) -> bool:
         if self.is_on:
             self._pause = self._next_pause(num_rows)
         self.is_on = not self.is_on
-        self._rounds, self._num_changed, self._missed = 0, num_rows, 0.0
+        self._rounds, self._num_changed, self._missed, self._is_renewed = 0, num_rows, 0.0, False
         self.changes[reason] += 1
         return True
 

@@ -33,6 +33,21 @@ def test_the_only_request_is_as_good_as_was_expected_of_it(accepted: int) -> Non
     assert of_request == pytest.approx(usual, abs=0.03)
 
 
+def test_a_request_that_repeats_itself_is_no_worse_for_having_taught_the_method_that_drafts_are_found() -> None:
+    """As with n-grams: few drafts are found, and their tokens are right. In this request one is found each round."""
+    model = AcceptanceModel(8)
+    for number in range(40):
+        model.observe(RequestAcceptance(), 8, 8 * (number % 10 == 0), 8 * (number % 10 == 0))
+    model.refresh()
+    request = RequestAcceptance()
+    for _ in range(30):
+        model.observe(request, 8, 8, 8)
+    model.refresh()
+    usual, of_request = model.survival([RequestAcceptance(), request])
+    assert model.rates[0] > 0.3
+    assert np.all(of_request >= usual)
+
+
 def test_a_method_that_is_never_right_is_not_taken_to_be_right_after_a_while_without_drafts() -> None:
     model = AcceptanceModel(2)
     for _ in range(20):

@@ -273,7 +273,7 @@ def test_chance_in_the_drafts_of_one_request_does_not_turn_it_off() -> None:
 
     costs = StepCosts({size: target(size) for size in SIZES}, {size: draft(size) for size in SIZES[:7]})
     rates = []
-    for seed in range(8):
+    for seed in range(16):
         chooser = SlowChooser(3)
         model = RoundCostModel(costs, 256, 64, 3)
         policy = AdaptivePolicy(3, chooser, model, clock=partial(getattr, chooser, "seconds"))
@@ -282,7 +282,7 @@ def test_chance_in_the_drafts_of_one_request_does_not_turn_it_off() -> None:
         rates.append(simulation.run([0.5], 1500))
     assert mean(rates) >= 0.98 * fixed_rate(1, [0.5], target, draft)
     best = fixed_rate(1, [0.5], target, draft)
-    assert sum(rate < 0.96 * best for rate in rates) <= 1
+    assert sum(rate < 0.96 * best for rate in rates) <= 2
 
 
 def test_what_is_decided_in_the_last_round_of_a_request_is_good_for_the_next_one() -> None:

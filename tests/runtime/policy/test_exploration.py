@@ -116,7 +116,8 @@ def test_other_numbers_are_tried_in_turn_and_less_often_while_the_same_one_pays(
     for number in range(3000):
         exploration.count(1, is_on=True)
         if exploration.is_due and (k := exploration.choose(4, gain=2.0)):
-            tried.append(exploration.begin(k))
+            exploration.begin(k)
+            tried.append(k)
             rounds.append(number)
     gaps = [second - first for first, second in pairwise(rounds)]
     assert {2, 6} <= set(tried) and 4 not in tried

@@ -34,6 +34,19 @@ def test_work_takes_its_share_of_the_time_or_less_unless_it_would_be_too_rare(se
     assert gap == 32 or seconds <= gap * 0.01 * 0.01
 
 
+def test_it_can_be_due_earlier_by_another_share_of_the_time() -> None:
+    """A round takes 10 ms, and the work 1 ms: a hundredth of the time after 10 rounds, a tenth after one."""
+    pace = Pace()
+    pace.done(0.001, 0.01, Share(0.01, 32))
+    pace.skip(4)
+    pace.hasten(0.01, Share(0.02, 32))
+    assert (pace.num_left, pace.is_due) == (1, False)
+    pace.hasten(0.01, Share(0.001, 32))
+    assert pace.num_left == 1, "it is not put off"
+    pace.hasten(0.01, Share(0.1, 32))
+    assert pace.is_due
+
+
 def test_it_can_be_asked_for_at_once() -> None:
     pace = Pace()
     pace.done(1.0, 0.01, Share(0.01, 32))

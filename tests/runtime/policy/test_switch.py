@@ -1,6 +1,6 @@
 """Whether speculation is on, as the number of requests swings."""
 
-from runtime.policy.switching import Resuming, Switch
+from runtime.policy.switching import FIRST_PAUSE, Resuming, Switch
 
 
 def decide(switch: Switch, gain: float, num_rows: int) -> bool:
@@ -54,3 +54,39 @@ def test_draft_tokens_come_back_once_they_would_have_saved_what_the_draft_reads_
     assert num_held(0.012, 0.004, 64) == 3
     resuming.clear()
     assert resuming.num_held == 0
+
+
+def mistaken(times: int, *, is_current: bool) -> Switch:
+    """Return a switch that was switched on by mistake so many times, and is off since then."""
+    switch = Switch()
+    for _ in range(times):
+        while switch.is_on:
+            decide(switch, 0.9, 1)
+        while not switch.is_on:
+            switch.update(1.2, 10, 1, is_current=is_current)
+    while switch.is_on:
+        decide(switch, 0.9, 1)
+    return switch
+
+
+def rounds_off(switch: Switch, *, is_current: bool) -> int:
+    """Return for how many rounds it stays off although draft tokens seem to pay."""
+    num_rounds = 0
+    while not switch.is_on:
+        switch.update(1.2, 1, 1, is_current=is_current)
+        num_rounds += 1
+    return num_rounds
+
+
+def test_a_pause_is_long_after_mistakes_but_not_where_it_is_known_what_drafts_would_bring() -> None:
+    assert rounds_off(mistaken(3, is_current=False), is_current=False) > 4 * FIRST_PAUSE
+    assert rounds_off(mistaken(3, is_current=True), is_current=True) <= FIRST_PAUSE
+
+
+def test_of_other_requests_it_does_not_wait_for_the_end_of_a_pause_where_that_is_known() -> None:
+    for is_current, most in ((True, 10), (False, 1000)):
+        switch = mistaken(1, is_current=is_current)
+        switch.renew()
+        num_rounds = rounds_off(switch, is_current=is_current)
+        assert num_rounds <= most
+        assert is_current or num_rounds > FIRST_PAUSE - 10
