@@ -18,7 +18,7 @@ from runtime.core.sequence import Sequence
 from runtime.policy.cost_model import RoundCosts
 
 if TYPE_CHECKING:
-    from runtime.policy.acceptance import DecodingRows
+    from runtime.policy.acceptance import DecodingRow, DecodingRows
     from runtime.policy.choosers import Chooser, Chosen
 
 EXPLORE_EVERY, DOUBT_EVERY = 50, 16
@@ -195,16 +195,21 @@ class Hindsight:
         began = self._clock()
         idle = [one for one in running if one.is_decoding and not any(chosen.of(one.key))][:MOST_ROWS]
         rows = self._rows.of(idle)
-        self.promises = False
-        for one in self._unscored:
-            row, verdict = rows.get(one.sequence.key), one.verdict(self._limit)
-            if row is not None and verdict is not None:
-                self._chooser.record(verdict, row, self._rows.sources.looked_up(row.limits), one.source)
-                self.promises |= len(verdict.path) > 0
+        seen = [one for one in self._unscored if one.sequence.key in rows]
+        were_right = [self._learn(one, rows[one.sequence.key]) for one in seen]
+        self.promises = any(were_right)
         self._unscored = self._looked_up(idle)
         spent_s = self._clock() - began
         self._num_left = max(FEWEST_ROUNDS, self._limit, int(spent_s / (LOOKING * round_s)) if round_s else 0) - 1
         return self.promises
+
+    def _learn(self, one: _Unscored, row: "DecodingRow") -> bool:
+        """Learn from a draft if the request wants such drafts, and enough tokens came; return whether one was right."""
+        asked, verdict = self._rows.sources.looked_up(row.limits), one.verdict(self._limit)
+        if verdict is None or not any(asked):
+            return False
+        self._chooser.record(verdict, row, asked, one.source)
+        return len(verdict.path) > 0
 
     def _looked_up(self, sequences: Seq[Sequence]) -> list[_Unscored]:
         if self._look_up is None or not sequences:

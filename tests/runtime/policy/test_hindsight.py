@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,14 @@ def test_a_draft_that_is_not_scored_is_learnt_from_once_the_tokens_came(draft: D
     assert chooser.seen == [(len(draft), accepted, (0, LIMIT), 1)]
     assert promising == [FEWEST_ROUNDS] * (accepted > 0)
     assert looks.promises == (accepted > 0)
+
+
+@pytest.mark.parametrize("options", [{"speculate": False}, {"method": "draft_model"}])
+def test_of_requests_that_want_no_such_drafts_nothing_is_learnt(options: dict[str, Any]) -> None:
+    chooser = Recorder(CASCADE)
+    looks = hindsight(chooser, finding(Draft((5, 6, 7, 8))), CASCADE)
+    assert run(looks, decoding(0, **options), [5, 6, 7, 8, *range(20, 26)]) == []
+    assert chooser.seen == []
 
 
 def test_where_nothing_is_found_that_is_learnt_too() -> None:
