@@ -198,7 +198,8 @@ class Hindsight:
         seen = [one for one in self._unscored if one.sequence.key in rows]
         were_right = [self._learn(one, rows[one.sequence.key]) for one in seen]
         self.promises = any(were_right)
-        self._unscored = self._looked_up(idle)
+        found = zip(idle, self._look_up(idle, self._limit) if idle else [], strict=True)
+        self._unscored = [_Unscored(one, len(one.token_ids), *draft) for one, draft in found if draft is not None]
         spent_s = self._clock() - began
         self._num_left = max(FEWEST_ROUNDS, self._limit, int(spent_s / (LOOKING * round_s)) if round_s else 0) - 1
         return self.promises
@@ -210,9 +211,3 @@ class Hindsight:
             return False
         self._chooser.record(verdict, row, asked, one.source)
         return len(verdict.path) > 0
-
-    def _looked_up(self, sequences: Seq[Sequence]) -> list[_Unscored]:
-        if self._look_up is None or not sequences:
-            return []
-        found = zip(sequences, self._look_up(sequences, self._limit), strict=True)
-        return [_Unscored(one, len(one.token_ids), *draft) for one, draft in found if draft is not None]
