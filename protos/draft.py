@@ -153,3 +153,32 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
 
 
 NO_DRAFT = Draft(())
+
+
+class TreePath:
+    """The path through a draft that follows the target's tokens. No probe is on it.
+
+    Attributes:
+        nodes: accepted so far, root to leaf.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self._children: dict[tuple[int, int], int] = {}  # the first node by (parent, token)
+        probes = draft.probes or (False,) * len(draft)
+        edges = zip(draft.node_parents(), draft.tokens, probes, strict=True)
+        for node, (parent, token, is_probe) in enumerate(edges):
+            if not is_probe:
+                self._children.setdefault((parent, token), node)
+        self.nodes: list[int] = []
+
+    @property
+    def end(self) -> int:
+        """The path's last node; -1 for the root."""
+        return self.nodes[-1] if self.nodes else -1
+
+    def extend(self, token: int) -> bool:
+        """Append the child of `end` that equals *token*; return whether there is one."""
+        child = self._children.get((self.end, token))
+        if child is not None:
+            self.nodes.append(child)
+        return child is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from protos.messages import RoundPlan, StepCosts, Verdict
 from runtime.core.sequence import Sequence
@@ -21,6 +21,17 @@ OTHER_LOAD = 1.5
 def is_other_load(before: int, now: int) -> bool:
     """Return whether *now* sequences are another load than *before*. None are no load."""
     return now > 0 and max(before, now) >= OTHER_LOAD * min(before, now)
+
+
+class Share(NamedTuple):
+    """How often work is done: in one round of so many that it takes *of_time* of the time, of *rounds* at most."""
+
+    of_time: float
+    rounds: int
+
+    def pause(self, seconds: float, round_s: float) -> int:
+        """Return the rounds without work after some that took *seconds*. Rounds take *round_s*, 0 if unknown."""
+        return min(self.rounds - 1, int(seconds / (self.of_time * round_s))) if round_s else 0
 
 
 @dataclass(frozen=True)

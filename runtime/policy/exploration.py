@@ -12,9 +12,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from protos.draft import Draft
-from protos.messages import Verdict
+from protos.draft import Draft, TreePath
+from protos.messages import Verdict, with_tree
 from runtime.core.sequence import Sequence
+from runtime.policy.base import Share
 from runtime.policy.cost_model import RoundCosts
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ decides nothing."""
 NEAR = 1.5
 """Of the other numbers, two of three are larger or smaller by this factor: what these cost decides between them."""
 
-LOOKING = 0.002
-"""Share of the time that looking up drafts takes at most that are not scored."""
+LOOKING = Share(0.002, 1024)
+"""How often drafts are looked up that are not scored."""
 FEWEST_ROUNDS = 8
 """They are looked up in one of so many rounds at most."""
 MOST_ROWS = 64
@@ -137,20 +138,13 @@ class _Unscored:
     def verdict(self, limit: int) -> Verdict | None:
         """Compare the draft with the tokens that came; None if these are fewer than *limit*."""
         came = self.sequence.token_ids[self.num_tokens : self.num_tokens + limit]
-        slot, proposed = self.sequence.slot, len(self.draft)
-        return None if len(came) < limit else Verdict(slot, proposed=proposed, path=_path(self.draft, came))
-
-
-def _path(draft: Draft, token_ids: Seq[int]) -> list[int]:
-    """Return the nodes of *draft* that *token_ids* follow, from the root on."""
-    path: list[int] = []
-    children = {edge: node for node, edge in enumerate(zip(draft.node_parents(), draft.tokens, strict=True))}
-    for token in token_ids:
-        node = children.get((path[-1] if path else -1, token))
-        if node is None or (draft.probes and draft.probes[node]):
-            break
-        path.append(node)
-    return path
+        if len(came) < limit:
+            return None
+        path = TreePath(self.draft)
+        for token in came:
+            if not path.extend(token):
+                break
+        return with_tree(Verdict(self.sequence.slot, proposed=len(self.draft), path=path.nodes), self.draft)
 
 
 class Hindsight:
@@ -201,7 +195,7 @@ class Hindsight:
         found = zip(idle, self._look_up(idle, self._limit) if idle else [], strict=True)
         self._unscored = [_Unscored(one, len(one.token_ids), *draft) for one, draft in found if draft is not None]
         spent_s = self._clock() - began
-        self._num_left = max(FEWEST_ROUNDS, self._limit, int(spent_s / (LOOKING * round_s)) if round_s else 0) - 1
+        self._num_left = max(FEWEST_ROUNDS - 1, self._limit - 1, LOOKING.pause(spent_s, round_s))
         return self.promises
 
     def _learn(self, one: _Unscored, row: "DecodingRow") -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from runtime.core.sequence import Sequence
-from runtime.policy.base import WARMING_ROUNDS, FinishedStep, is_other_load
+from runtime.policy.base import WARMING_ROUNDS, FinishedStep, Share, is_other_load
 
 LEARNT_ROWS = 32
 """Acceptance is learnt of idle rounds with at most so many rows together."""
@@ -38,17 +38,6 @@ class RunningLoad(NamedTuple):
     def is_renewed(self, running: Seq[Sequence]) -> bool:
         """Whether at least half of *running* came since: they are in order of arrival."""
         return len(running) > 0 and running[len(running) // 2].key > self.last_key
-
-
-class Share(NamedTuple):
-    """How often work is done: in one round of so many that it takes *of_time* of the time, of *rounds* at most."""
-
-    of_time: float
-    rounds: int
-
-    def pause(self, seconds: float, round_s: float) -> int:
-        """Return the rounds without work after some that took *seconds*. Rounds take *round_s*, 0 if unknown."""
-        return min(self.rounds - 1, int(seconds / (self.of_time * round_s))) if round_s else 0
 
 
 DECIDING = Share(0.003, 64), Share(0.0005, 256)

@@ -10,37 +10,11 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from protos.draft import Draft
+from protos.draft import Draft, TreePath
 from workers.sampling.sample import Ints
 from workers.sampling.sampler import Sampler
 
 NOT_SAMPLED = -1
-
-
-class TreePath:
-    """The path through a draft tree that follows the target's tokens.
-
-    Attributes:
-        nodes: accepted so far, root to leaf.
-    """
-
-    def __init__(self, draft: Draft) -> None:
-        self._children: dict[tuple[int, int], int] = {}  # the first node by (parent, token)
-        for node, (parent, token) in enumerate(zip(draft.node_parents(), draft.tokens, strict=True)):
-            self._children.setdefault((parent, token), node)
-        self.nodes: list[int] = []
-
-    @property
-    def end(self) -> int:
-        """The path's last node; -1 for the root."""
-        return self.nodes[-1] if self.nodes else -1
-
-    def extend(self, token: int) -> bool:
-        """Append the child of `end` that equals *token*; return whether there is one."""
-        child = self._children.get((self.end, token))
-        if child is not None:
-            self.nodes.append(child)
-        return child is not None
 
 
 def tree_path(draft: Draft, sampled: Seq[int]) -> list[int]:

@@ -66,21 +66,23 @@ def run(looks: Hindsight, sequence: EngineSequence, tokens: Sequence[int], *, k:
 
 
 @pytest.mark.parametrize(
-    ("draft", "accepted"),
+    ("draft", "proposed", "accepted"),
     [
-        (Draft((5, 6, 7, 8)), 4),
-        (Draft((5, 6, 9)), 2),
-        (Draft((9, 6)), 0),
-        (Draft((9, 5, 6, 7), (-1, -1, 1, 1)), 2),
-        (Draft((5, 6, 6), (-1, 0, 0), (False, True, False)), 2),
-        (Draft((5, 6, 7), (-1, 0, 1), (False, True, True)), 1),
+        (Draft((5, 6, 7, 8)), 4, 4),
+        (Draft((5, 6, 9)), 3, 2),
+        (Draft((9, 6)), 2, 0),
+        (Draft((9, 5, 6, 7), (-1, -1, 1, 1)), 4, 2),
+        (Draft((5, 6, 6), (-1, 0, 0), (False, True, False)), 2, 2),
+        (Draft((5, 6, 7), (-1, 0, 1), (False, True, True)), 1, 1),
     ],
 )
-def test_a_draft_that_is_not_scored_is_learnt_from_once_the_tokens_came(draft: Draft, accepted: int) -> None:
+def test_a_draft_that_is_not_scored_is_learnt_from_once_the_tokens_came(
+    draft: Draft, proposed: int, accepted: int
+) -> None:
     chooser = Recorder(NGRAM)
     looks = hindsight(chooser, finding(draft))
     promising = run(looks, decoding(0), [5, 6, 7, 8, *range(20, 26)])
-    assert chooser.seen == [(len(draft), accepted, (0, LIMIT), 1)]
+    assert chooser.seen == [(proposed, accepted, (0, LIMIT), 1)]
     assert promising == [FEWEST_ROUNDS] * (accepted > 0)
     assert looks.promises == (accepted > 0)
 
