@@ -1,14 +1,18 @@
 """Logits under `batch_invariant`: for every family the same bits, however a position was computed."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from protos.config.engine import ModelConfig
 from tests.support.distributed.ranks import in_memory
 from tests.support.models.invariant_model import BLOCK, LENGTH, VOCAB, Model, check, on_two_ranks, ways
 from tests.support.models.tiny_models import FAMILIES, build
 from tests.workers.model.test_models import reference_logits
+from workers.distributed.groups import Group
+from workers.distributed.renewable import RenewableGroup
 from workers.model.loader import load
 from workers.model.runner import ModelRunner
 
@@ -57,12 +61,20 @@ def test_two_ranks_say_the_same_bits(family: str, tmp_path: Path) -> None:
 
 
 def test_more_ranks_and_biases(tmp_path: Path) -> None:
+    """Ranks meet after they have loaded, as target workers do."""
+
+    def logits(folder: Path, group: Group) -> torch.Tensor:
+        renewable = RenewableGroup(group.rank, group.size)
+        model = Model(folder, group=renewable)
+        renewable.use(group)
+        return model.feed([(0, 0, LENGTH)])[0]
+
     for number, (family, changes) in enumerate(
         (("llama", {"attention_bias": True, "mlp_bias": True}), ("opt", {}), ("gpt_oss", {}))
     ):
         folder = build(family, tmp_path / str(number), vocab_size=VOCAB, **changes)
         expected = Model(folder).feed([(0, 0, LENGTH)])[0]
-        found = in_memory(4, lambda group, folder=folder: Model(folder, group=group).feed([(0, 0, LENGTH)])[0])
+        found = in_memory(4, partial(logits, folder))
         check({"prefill": found[0]}, expected)
 
 

@@ -1,7 +1,7 @@
 """The execution mode of `batch_invariant`: the one entry to this package."""
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from workers.weights.plan import Plan, Style, plan_for, style_of
 
 class BatchInvariantMode:
     """Runs operators whose results for a row do not depend on the batch. See `ExecutionMode`."""
+
+    has_whole_biases: ClassVar[bool] = True
 
     def check(self, name: str, device: torch.device, ranks: int) -> None:
         """Raise `ConfigError` without a C++ compiler on a CPU, or if the ranks do not divide the parts of sums."""

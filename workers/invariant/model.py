@@ -36,7 +36,7 @@ class SummedLinear(nn.Module):
     Every rank adds up its shards of each sum, then those of all ranks are added as a tree.
 
     Args:
-        linear: this rank's columns of the weight, `[N, K / T]`, or `[K / T, N]` in a `Conv1D`; only rank 0 has a bias.
+        linear: this rank's columns of the weight, `[N, K / T]`, or `[K / T, N]` in a `Conv1D`, and the whole bias.
         group: the ranks.
     """
 
@@ -46,7 +46,7 @@ class SummedLinear(nn.Module):
         weight_NK = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
         self.weight = nn.Parameter(weight_NK, requires_grad=False)
         bias: Any = getattr(linear, "bias", None)
-        self.bias = None if bias is None else nn.Parameter(_of_rank_0(bias, group), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,11 +96,6 @@ def _total(part: torch.Tensor, group: Collectives) -> torch.Tensor:
     return parts[0]
 
 
-def _of_rank_0(bias: torch.Tensor, group: Collectives) -> torch.Tensor:
-    """Return the bias of rank 0, which is zero on other ranks."""
-    return group.all_reduce(bias.detach().clone())
-
-
 def sum_in_order(model: nn.Module, name: str, group: Collectives) -> nn.Module:
     """Make the layer or the experts *name* of *model* sum over ranks in a fixed order; return the module now there.
 
@@ -109,7 +104,7 @@ def sum_in_order(model: nn.Module, name: str, group: Collectives) -> nn.Module:
     """
     module = model.get_submodule(name)
     if "down_proj" in dict(module.named_parameters(recurse=False)):
-        _sum_experts(module, group)
+        module.forward = partial(_sum_last, group, module.forward)
         return module
     if not isinstance(module, (nn.Linear, Conv1D)):
         raise ConfigError(
@@ -120,13 +115,6 @@ def sum_in_order(model: nn.Module, name: str, group: Collectives) -> nn.Module:
     summed = SummedLinear(module, group)
     setattr(model.get_submodule(owner), key, summed)
     return summed
-
-
-def _sum_experts(experts: nn.Module, group: Collectives) -> None:
-    if "down_proj_bias" in dict(experts.named_parameters(recurse=False)):
-        bias = experts.get_parameter("down_proj_bias")
-        bias.data = _of_rank_0(bias, group)
-    experts.forward = partial(_sum_last, group, experts.forward)
 
 
 def _sum_last(group: Collectives, forward: Callable[..., torch.Tensor], *args: Any, **named: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -16,7 +16,12 @@ from workers.weights.plan import Plan
 
 
 class ExecutionMode(Protocol):
-    """How the operators of a model run. `workers.model.torch_mode` is the default."""
+    """How the operators of a model run. `workers.model.torch_mode` is the default.
+
+    With `has_whole_biases`, every rank adds the biases of outputs that are summed over ranks; without, rank 0 alone.
+    """
+
+    has_whole_biases: ClassVar[bool]
 
     def check(self, name: str, device: torch.device, ranks: int) -> None:
         """Raise `ConfigError` if the mode cannot run here. Called before weights are read."""

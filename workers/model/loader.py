@@ -20,7 +20,7 @@ from workers.distributed.groups import Group, Solo
 from workers.model.loaded import ExecutionMode, LoadedModel
 from workers.model.probe import probe_states
 from workers.model.quantization import check_quantization, keeper_of, quantization_notes
-from workers.model.tensor_parallel import Connect, build_shard
+from workers.model.tensor_parallel import build_shard
 from workers.model.torch_mode import TorchMode
 from workers.quantization.linear import QuantizedLinear
 from workers.recurrent.mixers import adapt
@@ -74,7 +74,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     if group is None or ranks == 1:
         model = _instantiate(folder, config.model, dtype, device, keeper)
     else:
-        model = _instantiate_shard(folder, config.model, dtype, device, group, mode.connect, keeper)
+        model = _instantiate_shard(folder, config.model, dtype, device, group, mode, keeper)
     recurrent = probe_states(model, config.model) if adapt(model) else {}
     layers = mode.prepare(model, config.model, ranks)
     kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)
@@ -227,15 +227,13 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
 
 
 def _instantiate_shard(  # noqa: PLR0917
-    folder: Path, name: str, dtype: torch.dtype, device: torch.device, group: Group, connect: Connect, keeper: Keeper
+    folder: Path, name: str, dtype: torch.dtype, device: torch.device, group: Group, mode: ExecutionMode, keeper: Keeper
 ) -> Any:
     """Return one rank's shard of the model, checked to be complete."""
     try:
         with _quiet():
             config = read_language_config(folder)
-            return build_shard(
-                folder, name, config, dtype=dtype, device=device, group=group, connect=connect, keeper=keeper
-            )
+            return build_shard(folder, name, config, dtype=dtype, device=device, group=group, mode=mode, keeper=keeper)
     except (OSError, ValueError, KeyError, ImportError) as error:
         if isinstance(error, ModelError | ConfigError):
             raise

@@ -6,9 +6,10 @@ logits are gathered to rank 0, the only one that samples.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,8 +24,10 @@ from workers.weights.load import Slices, fill
 from workers.weights.partition import ATTENTION, Partition, TensorSlice, partition_for
 from workers.weights.plan import LOCAL_NUMBERS, Plan, Style, plan_for, style_of
 
+if TYPE_CHECKING:
+    from workers.model.loaded import ExecutionMode
+
 SUMMED = frozenset({Style.ROWS, Style.SPLIT_INPUT, Style.EXPERTS, Style.EXPERTS_PAIRED, Style.EXPERTS_UNGATED})
-Connect = Callable[[Any, Plan, Group], None]
 
 
 def build_shard(
@@ -35,7 +38,7 @@ def build_shard(
     dtype: torch.dtype,
     device: torch.device,
     group: Group,
-    connect: Connect,
+    mode: "ExecutionMode",
     keeper: Keeper,
 ) -> Any:
     """Return this rank's shard of a causal LM, reading only its slices of the weights.
@@ -47,7 +50,7 @@ def build_shard(
         dtype: of the weights.
         device: of the weights.
         group: the ranks.
-        connect: attaches the collectives of the model's forward to its modules.
+        mode: attaches the collectives of the model's forward to its modules.
         keeper: decides which weights are held quantised.
 
     Returns:
@@ -59,11 +62,11 @@ def build_shard(
     """
     kind = str(config.model_type)
     plan = plan_for(config, kind, name)
-    partition = partition_for(config, name, group.rank, group.size)
+    partition = replace(partition_for(config, name, group.rank, group.size), has_whole_biases=mode.has_whole_biases)
     model = on_meta(config, dtype)
     fill(model, folder, name, _slices(model, plan, partition), dtype, device, keeper)
     _count_locally(model, kind, partition)
-    connect(model, plan, group)
+    mode.connect(model, plan, group)
     return model.eval()
 
 

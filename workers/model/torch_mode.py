@@ -1,7 +1,7 @@
 """The default execution mode: torch's operators, compiled on CPUs where one rank has the whole model."""
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +20,8 @@ from workers.weights.plan import Plan
 
 class TorchMode:
     """Runs torch's operators. See `ExecutionMode`."""
+
+    has_whole_biases: ClassVar[bool] = False
 
     def check(self, name: str, device: torch.device, ranks: int) -> None:
         """Every model and device is supported."""

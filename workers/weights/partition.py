@@ -58,6 +58,7 @@ class Partition:
         name: the model as the user named it.
         rank, ranks: this rank, and the number of ranks.
         heads, kv_heads: of the whole model.
+        has_whole_biases: whether this rank adds biases to outputs that are summed over ranks, after they are.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Partition:
     ranks: int
     heads: int
     kv_heads: int
+    has_whole_biases: bool = False
 
     def local_number(self, number: int) -> int:
         """Return this rank's share of *number*, a count of heads or the width of all heads."""
@@ -138,8 +140,8 @@ class Partition:
         }
 
     def _bias_once(self, key: str) -> Mapping[str, TensorSlice | None]:
-        # Outputs are summed over ranks, so one rank alone may add the bias.
-        return {} if self.rank == 0 else {key: None}
+        # Before outputs are summed over ranks, one rank alone may add the bias.
+        return {} if self.rank == 0 or self.has_whole_biases else {key: None}
 
     def _segment(self, width: int, name: str, *, in_heads: bool) -> Segment:
         *_, parent, leaf = name.split(".")
