@@ -74,15 +74,23 @@ def layout(config: EngineConfig, cluster: Resources) -> BundleLayout:
                 "others; add \"GPU\": 1, or use device='cpu'"
             )
         if has_gpus and config.model.device != "cpu":
-            _check_shares(worker, parallel.tensor_parallel_size)
+            _check_shares(worker, config)
     else:
         worker = {**ONE_CPU, "GPU": 1.0} if has_gpus and config.model.device != "cpu" else dict(ONE_CPU)
     return BundleLayout(parallel.tensor_parallel_size, has_draft_worker(config), worker, parallel.placement_strategy)
 
 
-def _check_shares(worker: dict[str, float], num_targets: int) -> None:
-    """Raise `ConfigError` if several target ranks, which use NCCL, would share a GPU."""
-    if num_targets > 1 and worker.get("GPU", 1.0) < 1.0:
+def _check_shares(worker: dict[str, float], config: EngineConfig) -> None:
+    """Raise `ConfigError` if workers would share a GPU that cannot: target ranks use NCCL, caches take what is free."""
+    num_targets, cache = config.parallel.tensor_parallel_size, config.cache
+    if worker.get("GPU", 1.0) >= 1.0:
+        return
+    if has_draft_worker(config) and (cache.num_blocks or cache.memory_bytes) is None:
+        raise ConfigError(
+            f"worker_resources {worker} lets the target and the draft worker share a GPU, and each would take the "
+            "memory that is free for its KV cache; set kv_cache_memory_bytes, or use placement 'colocated'"
+        )
+    if num_targets > 1:
         raise ConfigError(
             f"worker_resources {worker} lets {num_targets} target ranks share GPUs, which NCCL does not allow; use "
             "\"GPU\": 1, lower tensor_parallel_size, or let the draft share target rank 0's with placement 'colocated'"

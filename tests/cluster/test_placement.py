@@ -26,7 +26,7 @@ def test_bundles_follow_from_the_configuration() -> None:
     assert (places, cpus_needed(config)) == ([1, 2, 3], 4)
     together = {**draft, "placement": "colocated"}
     assert len(layout(config_of(tensor_parallel_size=2, speculative_config=together), gpus).bundles) == 3
-    shared = {"worker_resources": {"GPU": 0.5}}
+    shared, apart = {"worker_resources": {"GPU": 0.5}}, {**draft, "placement": "dedicated"}
     assert layout(config_of(device="cpu", **shared), gpus).worker == shared["worker_resources"]
     wide = {"worker_resources": {"CPU": 4}}
     assert layout(config_of(**wide), cpus).worker == layout(config_of(device="cpu", **wide), gpus).worker == {"CPU": 4}
@@ -35,6 +35,9 @@ def test_bundles_follow_from_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"'GPU': 0\.5} lets 2 target ranks share GPUs, which NCCL does not allow"):
         layout(config_of(tensor_parallel_size=2, **shared), gpus)
     assert layout(config_of(**shared), gpus).worker == {"GPU": 0.5}
+    with pytest.raises(ConfigError, match=r"lets the target and the draft worker share a GPU, and each would take"):
+        layout(config_of(speculative_config=apart, **shared), gpus)
+    assert layout(config_of(speculative_config=apart, kv_cache_memory_bytes=1 << 30, **shared), gpus).has_draft
     with pytest.raises(PlacementError, match="device is cuda, and the Ray cluster has no GPU"):
         layout(config_of(tensor_parallel_size=2, device="cuda"), cpus)
 

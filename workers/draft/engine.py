@@ -85,7 +85,8 @@ class DraftEngine:
             self.run_out(shortage)
             return [NO_DRAFT] * len(rows)
         except Exception as failure:
-            self.num_failures, self.last_failure = self.num_failures + 1, failure
+            # Without its traceback, whose frames keep tensors alive.
+            self.num_failures, self.last_failure = self.num_failures + 1, failure.with_traceback(None)
             logger.exception("the draft failed; these rows go on without draft tokens")
             return [NO_DRAFT] * len(rows)
         self.num_failures = 0

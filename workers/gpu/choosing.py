@@ -10,12 +10,18 @@ from importlib.util import find_spec
 import torch
 
 from workers.gpu.sizes import Chooser
-from workers.sampling.sample import MIN_TEMPERATURE, DeviceLimits, Limits, greedy, sample_drawn, sample_limited
+from workers.sampling.sample import (
+    MAX_LOGITS,
+    MIN_TEMPERATURE,
+    DeviceLimits,
+    Limits,
+    greedy,
+    sample_drawn,
+    sample_limited,
+)
 
 CHOOSERS: tuple[Chooser, ...] = ("greedy", "drawn", "limited")
 Choose = Callable[[torch.Tensor, torch.Tensor, DeviceLimits], torch.Tensor]
-MAX_LOGITS = 1 << 24
-"""Logits sampled from at a time: noise takes several float64 of each."""
 
 
 def chooser_for(limits: Limits) -> Chooser:

@@ -19,6 +19,7 @@ from protos.draft import NO_DRAFT, Draft
 from protos.messages import RoundPlan, Row, Verdict, with_tree
 from protos.worker_messages import RoundDone
 from workers.attention.batch import Ints
+from workers.device import DeviceTimer
 from workers.gpu.choosing import chooser_for
 from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.graphs import GraphSet
@@ -68,6 +69,7 @@ class DeviceRounds:
     def __init__(self, worker: "TargetWorker", drafts: DeviceDrafts | None, captured: CapturedSteps) -> None:
         self._worker, self._drafts, self._captured = worker, drafts, captured
         self._group = worker.runner.loaded.group
+        self._loop_timer = DeviceTimer()
         self._area = None if drafts is None else drafts.area
         self._row_sizes = sorted({size.rows for size in captured.buffers.inputs})
         self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
@@ -139,11 +141,14 @@ class DeviceRounds:
         if self._area is not None:
             self._area.save(slots_R[planned.drafted_R == 0])
         self._send(size, plan, self._rows(slots_R, limits, planned, {}))
+        self._loop_timer.begin()
         if size.queries > 1:
             self._captured.loops.launch((size, chooser))
-        drafted_s = time.monotonic() - began
+        self._loop_timer.end()
+        prepared_s = time.monotonic() - began
         self._launch(size, chooser, len(slots_R))
         lines = self._receive(size, len(slots_R))
+        drafted_s = prepared_s + self._loop_timer.seconds  # a launch returns before the loop has run
         drafts = device.finish(slots_R, planned, [line[size.queries + 1 :] for line in lines])
         return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), drafted_s, began)
 

@@ -23,6 +23,8 @@ Logits = npt.NDArray[np.float32]
 
 NO_TOKEN = -1
 UNITS = 2.0**34
+MAX_LOGITS = 1 << 24
+"""Logits sampled from at a time, where it takes several float64 of each."""
 MIN_TEMPERATURE = 1e-5  # temperatures below are greedy, as in vLLM
 MAX_CANDIDATES = 1024  # most likely ids to which limits are applied for draft tokens
 

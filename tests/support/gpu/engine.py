@@ -35,6 +35,7 @@ class Served:
         rounds: every plan, and what its round asked of the device.
         rank: what ran them.
         proposed, accepted: draft tokens.
+        propose_s: seconds that drafting took, as rounds report them.
     """
 
     outputs: list[list[int]]
@@ -42,6 +43,7 @@ class Served:
     rank: TargetRank
     proposed: int
     accepted: int
+    propose_s: float
 
     def decoding(self, num_rows: int, k: int = 0) -> list[Counts]:
         """Return the rounds in which *num_rows* rows decode, the longest draft of which has *k* tokens."""
@@ -77,7 +79,7 @@ def serve(
     with mock.patch.object(UniExecutor, "run", counted), LLM(model=str(model), **options) as llm:
         outputs = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
         stats = llm.stats()
-    return Served(outputs, rounds, ranks[-1], stats.proposed, stats.accepted)
+    return Served(outputs, rounds, ranks[-1], stats.proposed, stats.accepted, stats.phases.propose_s)
 
 
 @contextlib.contextmanager

@@ -55,6 +55,14 @@ def test_rows_come_and_go_within_a_captured_size(pair: tuple[Path, Path]) -> Non
     assert all(counts.graphs == (2 if any(row.k for row in plan.rows) else 1) for plan, counts in decoding)
 
 
+def test_drafting_takes_as_long_as_the_device_drafts(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching a graph takes next to no time: policies would take drafts for free, and the target for slow."""
+    monkeypatch.setattr("tests.support.gpu.machine.EVENTS_APART", 1e6)
+    served, _ = run(pair, sampling(), CHAIN)
+    drafting = sum(any(row.k for row in plan.rows) for plan, counts in served.rounds if plan.decodes)
+    assert 1e3 * drafting < served.propose_s < 1e3 * (drafting + 1)
+
+
 @pytest.mark.parametrize("wanted", [{"logprobs": 1}, {"presence_penalty": 1.5}], ids=["logprobs", "penalty"])
 def test_rounds_with_what_the_host_does_take_the_ordinary_path(pair: tuple[Path, Path], wanted: dict[str, Any]) -> None:
     served, expected = run(pair, sampling(**wanted), CHAIN)

@@ -53,6 +53,23 @@ def test_native_code_equals_the_definition(vocab: int, step: float, bound: dict[
     assert NativeSampler(seeds.astype(np.uint64), limits).sample(values, at, at).tolist() == expected.tolist()
 
 
+def test_without_native_code_few_logits_are_sampled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorting and noise take many times the memory of the logits: on a GPU, the KV cache would have less."""
+    slots = table(*[Sampling(seed=row, top_p=0.9) for row in range(20)])
+    values, sizes = logits(20), list[int]()
+
+    def counted(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
+        sizes.append(len(logits_NV))
+        return sample(logits_NV, keys_N, limits)
+
+    monkeypatch.setattr(Sampler, "_native", lambda _sampler: None)
+    monkeypatch.setattr("workers.sampling.sampler.sample", counted)
+    whole = draw(slots, values)
+    monkeypatch.setattr("workers.sampling.sampler.MAX_LOGITS", 8 * VOCAB)
+    assert draw(slots, values) == whole
+    assert sizes == [20, 8, 8, 4]
+
+
 def test_greedy_takes_the_lowest_of_equals() -> None:
     values = logits(20, step=4.0)
     lowest = [int(np.flatnonzero(row == row.max())[0]) for row in values.numpy()]

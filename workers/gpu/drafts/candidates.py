@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from workers.gpu.choosing import MAX_LOGITS
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.sizes import Chooser
-from workers.sampling.sample import DeviceLimits, candidates_drawn, candidates_limited, likely_candidates
+from workers.sampling.sample import MAX_LOGITS, DeviceLimits, candidates_drawn, candidates_limited, likely_candidates
 
 Candidates = tuple[torch.Tensor, torch.Tensor]
 
