@@ -15,6 +15,7 @@ from protos.config.engine import EngineConfig
 from protos.config.method import Described
 from protos.errors import ConfigError
 from protos.hub import absolute, folder_of
+from protos.validation import why_unreadable
 
 DEMO_NAME = "demo"
 NUM_TOKENS_KEY = "num_speculative_tokens"
@@ -130,4 +131,4 @@ def chat_template_text(given: str | None) -> str | None:
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"chat_template: cannot read {given}: {type(error).__name__}") from None
+        raise ConfigError(f"chat_template: cannot read {given}: {why_unreadable(error)}") from None

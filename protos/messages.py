@@ -285,3 +285,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     device: str = "cpu"
     draft_places: int = 0
     prefix_states: int | None = None
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of prompt and answer. The last one is never fed, so it needs no place in the cache."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)

@@ -36,7 +36,6 @@ HARMLESS = frozenset(
 )
 # vLLM's arguments that would change the tokens; refused unless left at a neutral value.
 REFUSED = {
-    "best_of": "use n",
     "use_beam_search": "beam search is not available",
     "guided_decoding": "use structured_outputs",
     "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
@@ -56,6 +55,11 @@ def _as_tuple(value: object) -> object:
 
 def _off_is_zero(value: object) -> object:
     return 0 if value is None or (isinstance(value, int) and value == -1) else value
+
+
+def _random_is_none(value: object) -> object:
+    """Return None for the seed -1, as in vLLM."""
+    return None if isinstance(value, int) and value == -1 else value
 
 
 def _greedy_is_zero(value: float) -> float:
@@ -136,15 +140,28 @@ class StructuredOutputsParams:
         return self
 
 
+def check_range(name: str, value: int | None, least: int, most: int) -> None:
+    """Check a request's field *name*, which sets an argument of another name. Raises `InvalidRequestError`."""
+    if value is not None and not least <= value <= most:
+        limit = f"least {least}" if value < least else f"most {most}"
+        raise InvalidRequestError(f"{name} must be at {limit}, got {value}", name)
+
+
 def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
     """Drop vLLM's arguments that have no effect here; refuse those that would change the tokens."""
     for name, instead in REFUSED.items():
         if given.get(name) not in (None, False, (), [], {}):
             raise InvalidRequestError(f"{name} is not supported, got {shown(given[name])}: {instead}", name)
+    if given.get("best_of") not in (None, given.get("n") or 1):
+        raise InvalidRequestError(f"best_of is not supported, got {shown(given['best_of'])}: use n", "best_of")
     structured = given.get("structured_outputs")
     if isinstance(structured, dict):
         given = {**given, "structured_outputs": StructuredOutputsParams(**structured)}
-    return {name: value for name, value in given.items() if name not in HARMLESS and name not in REFUSED}
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in HARMLESS and name not in REFUSED and name != "best_of"
+    }
 
 
 @typed(request_error, _without_foreign)
@@ -153,7 +170,7 @@ class SamplingParams:
     """Sampling options of one request, under vLLM's names; all are validated here.
 
     Sequences may be given as lists, a single string, or None; they are stored as tuples. `top_k` -1 and 0 mean off,
-    `temperature` 0 (and below 1e-5) greedy. `seed` is a uint64; without one the request gets a random seed.
+    `temperature` 0 (and below 1e-5) greedy. `seed` is a uint64; without one, or with -1, it is random.
     `max_tokens` None means up to the end of the context. `logprobs` and `prompt_logprobs` are the number of most likely
     tokens returned in addition to the sampled one, -1 for the whole vocabulary. `truncate_prompt_tokens` keeps the
     prompt's last tokens, -1 as many as fit. `prediction` is the expected answer, text or token ids: the lookup methods
@@ -172,7 +189,7 @@ class SamplingParams:
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: Annotated[int, BeforeValidator(_off_is_zero), Field(ge=0, le=MAX_COUNT)] = 0
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0, le=2**64 - 1)
+    seed: Annotated[Annotated[int, Field(ge=0, le=2**64 - 1)] | None, BeforeValidator(_random_is_none)] = None
     stop: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Field(max_length=64)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(_as_tuple), Field(max_length=1024)] = ()
     bad_words: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Field(max_length=256)] = ()

@@ -29,6 +29,7 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_DEGRADED: _ClassVar[ServerState]
     SERVER_STATE_DRAINING: _ClassVar[ServerState]
     SERVER_STATE_DEAD: _ClassVar[ServerState]
+    SERVER_STATE_STALLED: _ClassVar[ServerState]
 SPEC_DECODE_METRICS_UNSPECIFIED: SpecDecodeMetrics
 SPEC_DECODE_METRICS_NONE: SpecDecodeMetrics
 SPEC_DECODE_METRICS_SUMMARY: SpecDecodeMetrics
@@ -43,6 +44,7 @@ SERVER_STATE_LIVE: ServerState
 SERVER_STATE_DEGRADED: ServerState
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_DEAD: ServerState
+SERVER_STATE_STALLED: ServerState
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

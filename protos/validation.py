@@ -34,6 +34,13 @@ LIMITS = {
 logger = logging.getLogger("slipstream")
 
 
+def why_unreadable(error: OSError | ValueError) -> str:
+    """Return in words why a text file could not be read."""
+    if isinstance(error, OSError):
+        return (error.strerror or type(error).__name__).lower()
+    return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
 @functools.lru_cache(maxsize=1024)
 def warn_once(message: str) -> None:
     """Log *message* as a warning, once per process."""

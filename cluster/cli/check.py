@@ -15,6 +15,7 @@ from cluster.cli.console import ERR, OUT, show_progress, show_warnings
 from cluster.cli.generate import PROMPT_FIELDS, read_items
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
+from protos.validation import why_unreadable
 from runtime.text.tokenizer import load_tokenizer
 
 JSON_LINES = frozenset({".jsonl", ".json"})
@@ -57,7 +58,7 @@ def read_prompts(path: Path | None, count: int) -> list[Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {type(error).__name__}") from None
+        raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
     texts = [line for line in text.splitlines() if line.strip()]
     if not texts:
         raise ConfigError(f"{path} has no prompts")

@@ -17,6 +17,7 @@ from protos.messages import SpeculationStats
 from protos.outputs import CompletionOutput, RequestOutput, SpeculativeDecodingMetrics, total
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
+from protos.validation import why_unreadable
 from runtime.text.output_log import AnswerRecorder, LoggedOutput, OutputLog, logged_sampling
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -36,18 +37,19 @@ def stream(config: EngineConfig, prompt: str, sampling: dict[str, Any], log: Pat
             if output.error is not None:
                 raise SlipstreamError(output.error)
         write("\n")
-        for line in summary(len(answer.token_ids), time.monotonic() - started, SpeculativeDecodingMetrics.of(stats)):
+        seconds, counted = time.monotonic() - started, SpeculativeDecodingMetrics.of(stats)
+        for line in summary(len(answer.token_ids), seconds, counted, is_on=config.speculative is not None):
             show_progress(line)
         if opened is not None:
             settings = logged_sampling(params, params.seed or 0)
             opened.write(answer.line(config.model.model, prompt, llm.get_tokenizer().encode(prompt), settings))
 
 
-def summary(num_tokens: int, seconds: float, speculation: SpeculativeDecodingMetrics) -> list[str]:
+def summary(num_tokens: int, seconds: float, speculation: SpeculativeDecodingMetrics, *, is_on: bool) -> list[str]:
     """Return lines with tokens per second, mean acceptance length, and acceptance per position."""
     lines = [f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / max(seconds, 1e-9):.1f} tokens/s"]
     if speculation.mean_acceptance_length is None:
-        return [*lines, "speculation: off"]
+        return [*lines, "speculation: no draft tokens were scored" if is_on else "speculation: off"]
     shares = ", ".join(f"{share:.0%}" for share in speculation.acceptance_per_position)
     return [
         *lines,
@@ -83,7 +85,8 @@ def batch(
         show_progress(f"{len(results)} prompts written to {output}")
     num_tokens = sum(result.metrics.num_generation_tokens for result in results)
     counted = total(result.speculation.counts() for result in results if result.speculation)
-    for line in summary(num_tokens, seconds, SpeculativeDecodingMetrics.of(counted)):
+    metrics = SpeculativeDecodingMetrics.of(counted)
+    for line in summary(num_tokens, seconds, metrics, is_on=config.speculative is not None):
         show_progress(line)
 
 
@@ -136,7 +139,7 @@ def read_items(path: Path) -> list[tuple[int, dict[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {type(error).__name__}") from None
+        raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
     items = [(number, _item(line, f"{path}:{number}")) for number, line in enumerate(lines, 1) if line.strip()]
     if not items:
         raise ConfigError(f"{path} has no prompts")

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from protos.config import aliases, argument_names
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
-from protos.validation import did_you_mean
+from protos.validation import did_you_mean, why_unreadable
 from runtime.http.options import SafetyOptions
 
 Command = Callable[..., None]
@@ -192,7 +192,7 @@ def _yaml(path: Path) -> Mapping[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {type(error).__name__}") from None
+        raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
     if loaded is None:

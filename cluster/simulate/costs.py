@@ -11,7 +11,7 @@ import numpy as np
 
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.validation import shown
+from protos.validation import shown, why_unreadable
 
 FORMAT = 2
 Shape = tuple[int, int]
@@ -138,7 +138,7 @@ def read_costs(path: Path) -> CostTable:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the costs {path}: {type(error).__name__}") from None
+        raise ConfigError(f"cannot read the costs {path}: {why_unreadable(error)}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(
             f"{path} is not a table of costs of format {FORMAT}: `slipstream simulate --target` writes one"

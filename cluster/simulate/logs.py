@@ -11,7 +11,7 @@ from typing import Any
 
 from protos.errors import ConfigError, InvalidRequestError
 from protos.sampling import SamplingParams
-from protos.validation import shown
+from protos.validation import shown, why_unreadable
 from runtime.text.output_log import NOT_LOGGED
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     yield f"{path}:{number}", line
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {type(error).__name__}") from None
+        raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
 
 
 def _parse(item: Any, place: str, fields: LogFields) -> LoggedAnswer:

@@ -145,14 +145,21 @@ def mapping(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"speculative_config must be a dict or a JSON object, got {shown(given)}")
+        raise ConfigError(f"speculative_config must be a dict or a JSON object, got {shown(given)}{_instead(given)}")
     return given
+
+
+def _instead(given: object) -> str:
+    """Return what to write for a method's name alone."""
+    return f'; write {{"method": "{given}"}}' if isinstance(given, str) and given.isidentifier() else ""
 
 
 def _json(text: str) -> Any:
     word = text.strip().strip('"').lower()
     if word in ("", "none", AUTO):
         return {"method": AUTO} if word == AUTO else None
+    if word.isidentifier() and word not in {"null", "true", "false"}:
+        return word  # a method's name
     try:
         return json.loads(text)
     except ValueError as error:

@@ -58,7 +58,7 @@ class Controller:
         self.executor = executor
         self.inbox = inbox
         self.final_outputs: list[TokenOutput] = []
-        self._clock = StepClock(scheduler.info.costs)
+        self._clock = StepClock(scheduler.info.costs, is_awaited=scheduler.info.device == "cpu")
         self._lookup_s = 0.0  # of all steps so far
         self._outage: Outage | None = None
         self._num_losses = 0
@@ -78,6 +78,14 @@ class Controller:
         Raises:
             EngineDeadError: the executor failed; see `final_outputs`.
         """
+        try:
+            return self._step()
+        except KeyboardInterrupt:
+            # What the workers know of the step is not known: every sequence is sent and computed again.
+            self.scheduler.requeue_all()
+            raise
+
+    def _step(self) -> list[TokenOutput]:
         ended = self.scheduler.admit(self.inbox.drain())  # new requests, aborts
         if not self._poll(ended):
             return ended  # lost targets are being rebuilt

@@ -61,7 +61,12 @@ class StepClock:
     A plain step gives every row one token. It costs the forward of one token per row, as measured in warm-up, plus all
     that the speculative step spent outside its forward and its drafting. Where the speculative step's forward took
     longer than measured, as with long contexts, or with fewer threads beside busy neighbours, the plain one would have
-    been as much slower. Without measured costs nothing is estimated.
+    been as much slower; and as much faster where the measurement itself was disturbed. Without measured costs nothing
+    is estimated.
+
+    Args:
+        costs: as measured before serving; None: they were not.
+        is_awaited: whether rounds report how long a forward took; on a GPU it may be how long it took to launch.
 
     Attributes:
         steps_s: seconds of all steps, from planning to committing.
@@ -69,7 +74,8 @@ class StepClock:
         plain_s: the estimated seconds of plain steps for the tokens of the latter.
     """
 
-    def __init__(self, costs: StepCosts | None) -> None:
+    def __init__(self, costs: StepCosts | None, *, is_awaited: bool) -> None:
+        self._least = 0.0 if is_awaited else 1.0
         self._target_s = {} if costs is None else costs.target_s
         self._before = PhaseTimes()
         self.steps_s = self.speculative_s = self.plain_s = 0.0
@@ -100,7 +106,7 @@ class StepClock:
         score_s = times.score_s - before.score_s
         num_rows = len(plan.rows)
         num_scored = num_rows + sum([verdict.proposed for verdict in verdicts])
-        slowdown = max(1.0, score_s / interpolate(self._target_s, num_scored))
+        slowdown = max(self._least, score_s / interpolate(self._target_s, num_scored))
         plain_s = slowdown * interpolate(self._target_s, num_rows) + max(0.0, seconds - draft_s - score_s)
         self.speculative_s += seconds
         self.plain_s += plain_s * sum([len(output.token_ids) for output in outputs]) / num_rows

@@ -34,11 +34,12 @@ class Delta:
 class ReadingLimits:
     """Limits on slow readers.
 
-    `max_unread` is the number of unread tokens and log-probability candidates; `stall_s` is how long nothing may be
-    read while new outputs arrive.
+    `max_unread` is the number of unread tokens and log-probability candidates where nothing was read for `patience_s`:
+    one step may bring more. `stall_s` is how long nothing may be read while new outputs arrive.
     """
 
     max_unread: int = 65_536
+    patience_s: float = 1.0
     stall_s: float = 60.0
 
 
@@ -100,7 +101,7 @@ class StreamQueue:
         """Raise `SlowReaderError` if the reader is too slow. If nothing was queued, it is not, however much arrives."""
         if not self._queue:
             return
-        if self._unread > self._limits.max_unread:
+        if self._unread > self._limits.max_unread and now - self._read_at > self._limits.patience_s:
             raise SlowReaderError(
                 f"the answer was aborted: {self._unread} tokens and candidates are unread; the limit is "
                 f"{self._limits.max_unread}"

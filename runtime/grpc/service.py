@@ -34,6 +34,7 @@ STATES = {
     "degraded": pb.SERVER_STATE_DEGRADED,
     "draining": pb.SERVER_STATE_DRAINING,
     "dead": pb.SERVER_STATE_DEAD,
+    "stalled": pb.SERVER_STATE_STALLED,
 }
 LEVELS: dict[int, SpecMetrics] = {
     pb.SPEC_DECODE_METRICS_NONE: "none",

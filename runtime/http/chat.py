@@ -50,7 +50,12 @@ class ChatEnvelope(Envelope):
         metrics: ResponseMetrics | UnsetType = UNSET,
     ) -> msgspec.Struct:
         """See `Envelope`."""
-        return self.kind(self.id, self.created, self.model, choices, usage=usage, metrics=metrics)
+        if self.kind is ChatCompletionChunk:
+            return ChatCompletionChunk(self.id, self.created, self.model, choices, usage=usage, metrics=metrics)
+        shown = choices[0].prompt_logprobs
+        return ChatCompletion(
+            self.id, self.created, self.model, choices, usage=usage, metrics=metrics, prompt_logprobs=shown
+        )
 
 
 class ChatAnswer(Choice):

@@ -215,7 +215,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """The response of `POST /v1/chat/completions`."""
+    """The response of `POST /v1/chat/completions`. `prompt_logprobs` are those of each choice, as in vLLM."""
 
     id: str
     created: int
@@ -224,6 +224,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     object: Literal["chat.completion"] = "chat.completion"
     usage: Usage | UnsetType | None = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):

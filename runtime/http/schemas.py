@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from protos.errors import InvalidRequestError
-from protos.sampling import SamplingParams
+from protos.sampling import MAX_COUNT, MAX_LOGPROBS, SamplingParams, check_range
 from runtime.frontend.speculation_override import SpeculationOverride
 from runtime.http.structured_fields import StructuredFields
 from runtime.http.tools.choice import Tool, ToolChoice, ToolOptions, ToolUse, tool_use
@@ -171,7 +171,7 @@ class GenerationRequest(RequestBody, StructuredFields, SamplingFields):
         given = {
             name: getattr(self, name) for name in SAMPLING_NAMES & type(self).model_fields.keys() - self.endpoint_names
         }
-        if self.seed is not None and -(SEED_MODULUS // 2) <= self.seed < 0:
+        if self.seed is not None and -(SEED_MODULUS // 2) <= self.seed < -1:
             given["seed"] = self.seed % SEED_MODULUS
         given["prediction"] = None if self.prediction is None else self.prediction.text
         given["structured_outputs"] = self.structured_outputs_fields()
@@ -185,10 +185,7 @@ class GenerationRequest(RequestBody, StructuredFields, SamplingFields):
             raise InvalidRequestError(f"best_of is not supported, got {self.best_of}: use n", "best_of")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not available with stream=true", "prompt_logprobs")
-        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
-            raise InvalidRequestError(
-                f"prompt_logprobs must be at least 0, got {self.prompt_logprobs}", "prompt_logprobs"
-            )
+        check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
 
 class CompletionRequest(GenerationRequest):
@@ -202,7 +199,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset({"logprobs", "prompt_logprobs", "max_tokens"})
-    neutral: ClassVar[Neutral] = {**NEUTRAL, **NO_TOOLS}
+    neutral: ClassVar[Neutral] = {**NEUTRAL, **NO_TOOLS, "add_special_tokens": (None, True)}
 
     @property
     def only_scores(self) -> bool:
@@ -258,7 +255,7 @@ class ChatCompletionRequest(GenerationRequest, _TemplateFields):
     parallel_tool_calls: bool | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset({"logprobs", "max_tokens"})
-    neutral: ClassVar[Neutral] = NEUTRAL
+    neutral: ClassVar[Neutral] = {**NEUTRAL, "add_special_tokens": (None, False), "echo": (None, False)}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -273,8 +270,8 @@ class ChatCompletionRequest(GenerationRequest, _TemplateFields):
         """Return the sampling parameters; without a limit, up to the end of the context."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", "top_logprobs")
-        if self.top_logprobs is not None and self.top_logprobs < 0:
-            raise InvalidRequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}", "top_logprobs")
+        check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+        check_range("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT)
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling(defaults, logprobs=self.num_logprobs, max_tokens=limit)
 

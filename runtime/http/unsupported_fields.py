@@ -10,11 +10,12 @@ from protos.validation import shown
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "moderation", "reasoning_effort", "verbosity", "early_stopping", "length_penalty",
+    "request_id", "include_reasoning", "guided_decoding_backend",
 })  # fmt: skip
 
 Neutral = Mapping[str, tuple[object, ...]]
 
-# Refused unless they have one of these values, which change nothing.
+# Refused unless they have one of these values, which change nothing: fields of both, and some of vLLM alone.
 NEUTRAL: Neutral = {
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -25,6 +26,17 @@ NEUTRAL: Neutral = {
     "function_call": (None, "none", "auto"),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
+    "priority": (None, 0),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "documents": (None, []),
+    "prompt_embeds": (None,),
+    "logits_processors": (None, []),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "kv_transfer_params": (None, {}),
+    "vllm_xargs": (None, {}),
 }
 NO_TOOLS: Neutral = {
     "tools": (None, []),

@@ -128,7 +128,8 @@ class Preprocessor:
         if self.tokenizer is None:
             raise InvalidRequestError("prompt is text, but skip_tokenizer_init is set: pass token ids", "prompt")
         self._check_length(text, is_truncated=is_truncated)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # What does not fit the model is refused below.
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return self._check_ids(token_ids, "prompt")
 
     def _check_length(self, text: str, *, is_truncated: bool) -> None:
@@ -187,7 +188,7 @@ class Preprocessor:
             raise InvalidRequestError("prediction is text, but skip_tokenizer_init is set: pass ids", "prediction")
         check_text(prediction, "prediction")
         text = prediction[: self.max_model_len * self._longest_token]
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False)[: self.max_model_len])
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False)[: self.max_model_len])
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         """Return the limit on generated tokens. Raises `InvalidRequestError` if the request can never fit."""

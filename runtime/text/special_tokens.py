@@ -53,7 +53,7 @@ class SpecialTokenEscaper:
             if text is not None:
                 ids += self._text_tokenizer.encode(text, add_special_tokens=False).ids
             elif piece:
-                ids += self._tokenizer.encode(piece, add_special_tokens=False)
+                ids += self._tokenizer.encode(piece, add_special_tokens=False, verbose=False)
         return ids
 
 

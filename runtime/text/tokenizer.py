@@ -15,8 +15,8 @@ class Tokenizer(Protocol):
     is_fast: bool
     backend_tokenizer: Any
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of *text*."""
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool = True) -> list[int]:
+        """Return the ids of *text*. If *verbose*, a warning says when the model cannot take as many."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

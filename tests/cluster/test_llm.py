@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.settings import engine_config
 from protos.errors import ConfigError, EngineDeadError, InvalidRequestError
+from protos.messages import RoundPlan, Verdict
 from protos.sampling import SamplingParams
 from slipstream import LLM
 from tests.support.models import tiny_pairs
@@ -141,6 +143,34 @@ def test_a_half_read_stream_neither_gets_nor_loses_what_others_say(llm: LLM, ref
     assert [head + tail for head, tail in zip(heads, tails, strict=True)] == reference[:2]
     assert result.outputs[0].token_ids == reference[2]
     assert not llm._arrived
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_an_interrupted_step_costs_other_streams_nothing(
+    llm: LLM, reference: list[list[int]], has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come before the workers have seen a plan: what they lack is sent again."""
+    executor, rounds = llm._engine.assembled.executor, count()
+    run = executor.run
+
+    def interrupted(plan: RoundPlan) -> list[Verdict]:
+        if next(rounds) != 1:
+            return run(plan)
+        if has_run:
+            run(plan)
+        raise KeyboardInterrupt
+
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    heads = [list(next(stream).token_ids) for stream in streams]
+    monkeypatch.setattr(executor, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+    tails = [[token for output in stream for token in output.token_ids] for stream in streams]
+    assert [head + tail for head, tail in zip(heads, tails, strict=True)] == reference[:2]
+    assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)[2].outputs[0].token_ids == reference[2]
+    scheduler = llm._engine.assembled.controller.scheduler
+    scheduler.check_integrity()
+    assert not scheduler._in_flight
 
 
 def test_a_dead_engine_ends_half_read_streams_too(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,14 @@ import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from google.protobuf.descriptor import Descriptor
 
 from protos import slipstream_v1_pb2 as pb
+from runtime.frontend.client import EngineState
+from runtime.grpc.service import STATES
 
 ROOT = Path(__file__).parents[2]
 NAME = "slipstream_v1"
@@ -50,6 +53,11 @@ def test_the_floors_are_what_the_code_needs() -> None:
     assert floors()["grpcio"] == grpcio[1]
     assert floors()["protobuf"].startswith(protobuf[1].rsplit(".", 1)[0])
     assert {floors()[f"grpcio-{name}"] for name in ("health-checking", "reflection")} == {grpcio[1]}
+
+
+def test_every_state_of_an_engine_has_a_name() -> None:
+    assert STATES.keys() == set(get_args(EngineState))
+    assert set(STATES.values()) | {pb.SERVER_STATE_UNSPECIFIED} == set(pb.ServerState.values())
 
 
 def messages() -> list[Descriptor]:

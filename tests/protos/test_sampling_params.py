@@ -26,7 +26,7 @@ BAD = [
     ("presence_penalty", 2.5, "at most 2"),
     ("frequency_penalty", -2.5, "at least -2"),
     ("repetition_penalty", 0.0, "at least 0.001"),
-    ("seed", -1, "at least 0"),
+    ("seed", -2, "at least 0"),
     ("seed", 2**64, "at most 18446744073709551615"),
     ("stop", [""], "at least 1 character"),
     ("stop", ["x"] * 65, "at most 64"),
@@ -97,8 +97,17 @@ def test_tiny_temperatures_are_greedy_and_small_ones_are_kept() -> None:
 
 def test_vllm_fields_without_meaning_pass_and_those_with_meaning_are_refused() -> None:
     assert SamplingParams(output_kind=2, extra_args=None, best_of=None) == SamplingParams()  # type: ignore[call-arg]
+    assert SamplingParams(n=2, best_of=2) == SamplingParams(n=2)  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequestError, match="best_of is not supported, got 3: use n"):
+        SamplingParams(best_of=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidRequestError, match="use_beam_search is not supported"):
         SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
+
+
+def test_seed_minus_one_is_no_seed() -> None:
+    assert SamplingParams(seed=-1).seed is None
+    with pytest.raises(InvalidRequestError, match="seed must be at least 0, got -2"):
+        SamplingParams(seed=-2)
 
 
 def test_stop_strings_need_text() -> None:

@@ -143,6 +143,11 @@ def test_text_that_is_no_json_object(text: str) -> None:
     assert refusal(speculative_config=text).startswith("speculative_config")
 
 
+@pytest.mark.parametrize("text", ["ngram", '"ngram"', " ngram "])
+def test_a_method_alone_is_told_how_it_is_written(text: str) -> None:
+    assert refusal(speculative_config=text).endswith('write {"method": "ngram"}')
+
+
 def test_the_table_gives_k_where_none_is_told() -> None:
     config = speculative(model="d", num_speculative_tokens_per_batch_size=[[1, 2, 7], [3, 9, 0]])
     assert config.num_speculative_tokens == 7

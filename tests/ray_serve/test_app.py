@@ -66,7 +66,7 @@ def test_a_chat_template_may_be_a_file(tmp_path: Path) -> None:
         server = ServeArguments.model_validate({"chat_template": given}).server
         assert server.chat_template == file.read_text()
         assert ServerArguments.model_validate_json(server.model_dump_json()).chat_template == file.read_text()
-    with pytest.raises(ValidationError, match=r"chat_template: cannot read .*: FileNotFoundError"):
+    with pytest.raises(ValidationError, match=r"chat_template: cannot read .*: no such file"):
         ServeArguments.model_validate({"chat_template": str(tmp_path / "none")})
 
 

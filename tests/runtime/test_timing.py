@@ -1,5 +1,6 @@
 """Phase times of rounds, and the estimated time of plain decoding."""
 
+import pytest
 from msgspec import structs
 
 from protos.config.engine import SpeculativeConfig
@@ -35,7 +36,7 @@ def plan(rows: int, length: int = 1, *, speculates: bool = True) -> RoundPlan:
 
 
 def test_a_step_is_set_against_plain_steps_for_its_tokens() -> None:
-    clock = StepClock(COSTS)
+    clock = StepClock(COSTS, is_awaited=True)
     outputs = [TokenOutput("a", [1, 2, 3]), TokenOutput("b", [1])]
     clock.add(plan(2), SIX_TOKENS, outputs, PhaseTimes(propose_s=0.5, score_s=3.0, verify_s=0.25), seconds=4.0)
     assert clock.steps_s == clock.speculative_s == 4.0
@@ -44,7 +45,7 @@ def test_a_step_is_set_against_plain_steps_for_its_tokens() -> None:
 
 
 def test_a_plain_step_would_have_been_as_much_slower() -> None:
-    clock = StepClock(COSTS)
+    clock = StepClock(COSTS, is_awaited=False)
     outputs = [TokenOutput("a", [1]), TokenOutput("b", [1])]
     clock.add(plan(2), SIX_TOKENS, outputs, PhaseTimes(score_s=6.0), seconds=6.5)
     assert clock.plain_s == 2 * 1.5 + 0.5
@@ -52,12 +53,19 @@ def test_a_plain_step_would_have_been_as_much_slower() -> None:
     assert clock.plain_s == 3.5 + 1.5
 
 
+def test_costs_that_were_measured_beside_other_programs_gain_nothing() -> None:
+    clock = StepClock(COSTS, is_awaited=True)
+    outputs = [TokenOutput("a", [1]), TokenOutput("b", [1])]
+    clock.add(plan(2), SIX_TOKENS, outputs, PhaseTimes(score_s=0.3), seconds=0.3)
+    assert clock.plain_s == pytest.approx(0.15), "a tenth of what was measured, for one of two steps"
+
+
 def test_only_steps_of_drafting_and_decoding_count() -> None:
-    clock = StepClock(COSTS)
+    clock = StepClock(COSTS, is_awaited=True)
     clock.add(plan(2, length=4), [], [], PhaseTimes(), seconds=2.0)
     clock.add(plan(2, speculates=False), [], [], PhaseTimes(), seconds=1.0)
     assert (clock.steps_s, clock.speculative_s, clock.plain_s) == (3.0, 0.0, 0.0)
-    unmeasured = StepClock(None)
+    unmeasured = StepClock(None, is_awaited=True)
     unmeasured.add(plan(2), [], [], PhaseTimes(), seconds=2.0)
     assert (unmeasured.steps_s, unmeasured.speculative_s) == (2.0, 0.0)
 

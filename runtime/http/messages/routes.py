@@ -38,8 +38,8 @@ def add_routes(app: FastAPI, context: RouteContext) -> None:
 async def _answer(context: RouteContext, http: Request, body: MessagesRequest) -> Response:
     def fit(params: SamplingParams, num_prompt: int) -> SamplingParams:
         """Limit the answer to the context: many clients send the largest limit of Anthropic's models."""
-        room = context.engine.info.max_model_len - num_prompt
-        return params if body.max_tokens <= room else replace(params, max_tokens=None)
+        room = context.engine.info.longest_sequence - num_prompt  # a prompt without any is refused
+        return replace(params, max_tokens=min(body.max_tokens, max(1, room)))
 
     with named_as_here():
         body_of_chat = chat_request(body)

@@ -106,7 +106,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, row: Any, message:
     [
         ("question.jsonl", "", "has no questions"),
         ("question.jsonl", "{", "question.jsonl:1 is not JSON"),
-        ("question.jsonl", None, "cannot read .*question.jsonl: FileNotFoundError"),
+        ("question.jsonl", None, "cannot read .*question.jsonl: no such file"),
         ("talk.json", "{}", "must hold a list, got dict"),
         ("talk.json", "[3]", "item 1 must be a JSON object, got 3"),
         ("talk.json", None, "cannot be read: FileNotFoundError"),

@@ -36,6 +36,23 @@ def test_a_chat_completion(served: Served) -> None:
     assert bytes(content[0].bytes or []).decode() == content[0].token
 
 
+def test_logprobs_of_the_prompt_are_where_vllm_has_them(served: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2, "echo": False}
+    answer = served.post("/v1/chat/completions", **body, prompt_logprobs=1).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(choice["prompt_logprobs"] == answer["prompt_logprobs"] for choice in answer["choices"])
+    assert "prompt_logprobs" not in served.post("/v1/chat/completions", **body).json()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"), [("max_completion_tokens", -1, "least 1"), ("top_logprobs", 25, "most 20")]
+)
+def test_limits_are_named_as_they_were_sent(served: Served, field: str, value: int, limit: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, field: value}
+    error = served.post("/v1/chat/completions", **body).json()["error"]
+    assert (error["param"], error["message"]) == (field, f"{field} must be at {limit}, got {value}")
+
+
 def test_a_streamed_chat_completion(served: Served) -> None:
     stream = served.client.chat.completions.create(
         model="fake",

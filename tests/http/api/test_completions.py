@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from runtime.http.schemas import CompletionRequest
 from tests.support.serving.fake_engine import expected, ids, local_engine, ranked, tokenizer
 from tests.support.serving.http_server import Served, serving
 
@@ -148,9 +149,15 @@ def test_vllm_fields_are_taken(served: Served) -> None:
         prompt=PROMPT, max_tokens=6, top_k=5, min_p=0.1, repetition_penalty=1.1, min_tokens=2, stop_token_ids=[5],
         ignore_eos=True, skip_special_tokens=False, bad_words=["zebra"], allowed_token_ids=ids("abc"), seed=-1,
         truncate_prompt_tokens=2, spaces_between_special_tokens=True, logit_bias={"5": -100}, cache_salt="me",
+        priority=0, request_id="mine", return_token_ids=False, kv_transfer_params=None, add_special_tokens=True,
     )  # fmt: skip
     assert answer.status_code == 200
     assert answer.json()["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize(("sent", "seed"), [(-1, None), (-2, 2**64 - 2), (7, 7), (None, None)])
+def test_seeds_may_be_negative_and_minus_one_is_none(sent: int | None, seed: int | None) -> None:
+    assert CompletionRequest(prompt="x", seed=sent).sampling({}).seed == seed
 
 
 def test_acceptance_statistics_on_demand(served: Served) -> None:

@@ -43,6 +43,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream=true"),
     ({"prompt": "x", "temprature": 1}, "temprature", "did you mean 'temperature'"),
     ({"prompt": "x", "seed": 2**65}, "seed", "at most"),
+    ({"prompt": "x", "priority": 3}, "priority", "not supported, got 3"),
     ({"prompt": "x", "tools": [{}]}, "tools", "use chat completions"),
     ({"prompt": "x", "speculative_config": {"num_speculative_tokens": 9}}, "speculative_config", "at most 4"),
     ({"prompt": "x", "speculative_config": {"num_speculative_tokens": 0}}, "speculative_config", "enabled: false"),

@@ -58,7 +58,7 @@ def test_joined_outputs_keep_everything() -> None:
 def test_a_reader_too_slow_loses_its_stream() -> None:
     async def check() -> None:
         engine = guarded_engine(SafetyOptions(), LONG)
-        engine._streams._reading = ReadingLimits(max_unread=200)
+        engine._streams._reading = ReadingLimits(max_unread=200, patience_s=0.1)
         await engine.start()
         stream = engine.stream(await engine.prepare("endless", SamplingParams(max_tokens=LONG - 100), "slow"))
         first = await anext(stream)
@@ -69,6 +69,17 @@ def test_a_reader_too_slow_loses_its_stream() -> None:
             async for _ in stream:
                 pass
         await engine.close()
+
+    asyncio.run(check())
+
+
+def test_a_reader_is_not_too_slow_for_what_one_step_brings() -> None:
+    async def check() -> None:
+        queue = StreamQueue({"a": 0, "b": 1}, ReadingLimits(max_unread=200))
+        entries = [TokenLogprobs([1] * 150, [0.0] * 150, [1] * 150)]
+        for name in ("a", "b"):
+            queue.put(TokenOutput(name, prompt_logprobs=entries, finish_reason="length"))
+        assert [(await queue.take()).output.request_id for _ in range(2)] == ["a", "b"]
 
     asyncio.run(check())
 

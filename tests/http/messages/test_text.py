@@ -102,8 +102,13 @@ def test_what_ends_an_answer(client: anthropic.Anthropic, stream: bool) -> None:
     assert ended(stop_sequences=["Hello"]) == ("stop_sequence", "Hello", "")
 
 
-def test_a_limit_that_the_context_has_no_room_for(client: anthropic.Anthropic) -> None:
-    messages: Any = [{"role": "user", "content": "on and on"}]
+@pytest.mark.parametrize("recommended", [None, 5])
+def test_a_limit_that_the_context_has_no_room_for(
+    client: anthropic.Anthropic, served: Served, recommended: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length that the checkpoint recommends is for requests without a limit."""
+    monkeypatch.setattr(served.engine.preprocessor, "_default_max_tokens", recommended)
+    messages: Any = [{"role": "user", "content": f"{recommended}, on and on"}]
     answer = strict_message(client.messages.create(model="fake", messages=messages, max_tokens=8000))
     assert answer.stop_reason == "model_context_window_exceeded"
     assert answer.usage.input_tokens + answer.usage.output_tokens == CONTEXT
