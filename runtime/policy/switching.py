@@ -19,8 +19,8 @@ TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.01, 0.004
 not bring draft tokens back, each of which halves it."""
 TRIAL_ROUNDS = WARMING_ROUNDS + 4
 """A trial drafts in so many rounds in a row."""
-TRIAL_TOKENS = 2
-"""Draft tokens of a row in a trial."""
+TRIAL_TOKENS = 1
+"""Draft tokens of a row in a trial. The first one shows the most for the least: so trials come sooner."""
 MOST_LOST = 2.0
 """A round of a trial that lost more plain rounds, and more than so many times what the median lost, was disturbed."""
 TRIAL_PAUSE = 16
