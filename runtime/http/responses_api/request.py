@@ -20,7 +20,12 @@ ECHOED = frozenset({"metadata", "user"})
 """Fields without an effect that the response repeats."""
 
 NO_EFFECT = frozenset({"access_programs", "image", "max_tool_calls", "reasoning", "stream_options"})
-CHAT_NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format", "logprobs": "top_logprobs"}
+CHAT_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
 """Fields of chat requests in messages, and their names here."""
 
 CHAT_PARAMS = {**CHAT_NAMES, "messages": "input", "prompt": "input"}

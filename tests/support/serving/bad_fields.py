@@ -109,7 +109,7 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"previous_response_id": "x" * 10_000}, "previous_response_id"),
     (RESPONSES, {"background": {"a": [1]}}, "background"),
     (RESPONSES, {"chat_template": "{{ 7 * 7 }}"}, "--chat-template"),
-    (COMPLETIONS, {"prompt_embeds": "gANjdG9yY2g="}, "unknown field"),
+    (COMPLETIONS, {"prompt_embeds": "gANjdG9yY2g="}, "prompt_embeds is not supported"),
     (COMPLETIONS, {"weights": "gANjdG9yY2g="}, "unknown field"),
     (COMPLETIONS, {"x" * 10_000: 1}, "unknown field"),
     (COMPLETIONS, {"extra_args": {"a": 1}}, "extra_args"),
