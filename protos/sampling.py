@@ -27,6 +27,7 @@ SOURCES = ("json", "regex", "choice", "grammar", "json_object")
 HARMLESS = frozenset(
     {
         "output_kind",
+        "best_of",  # where it is n
         "skip_clone",
         "flat_logprobs",
         "early_stopping",
@@ -157,11 +158,7 @@ def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
     structured = given.get("structured_outputs")
     if isinstance(structured, dict):
         given = {**given, "structured_outputs": StructuredOutputsParams(**structured)}
-    return {
-        name: value
-        for name, value in given.items()
-        if name not in HARMLESS and name not in REFUSED and name != "best_of"
-    }
+    return {name: value for name, value in given.items() if name not in HARMLESS and name not in REFUSED}
 
 
 @typed(request_error, _without_foreign)

@@ -11,11 +11,11 @@ import torch
 
 from workers.gpu.sizes import Chooser
 from workers.sampling.sample import (
-    MAX_LOGITS,
     MIN_TEMPERATURE,
     DeviceLimits,
     Limits,
     greedy,
+    parts_of,
     sample_drawn,
     sample_limited,
 )
@@ -43,12 +43,9 @@ def choose(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limi
     """Return the sampled ids, int64 `[N]`; -1 where the greatest logit is not finite."""
     if has_kernels(logits_NV.device):
         return _by_kernels(chooser, logits_NV, keys_N, limits)
-    count, vocab = logits_NV.shape
-    size = max(1, MAX_LOGITS // vocab)
-    function = FUNCTIONS[chooser]
-    if count <= size or chooser == "greedy":
+    function, parts = FUNCTIONS[chooser], parts_of(logits_NV)
+    if len(parts) <= 1 or chooser == "greedy":
         return function(logits_NV, keys_N, limits)
-    parts = [slice(first, first + size) for first in range(0, count, size)]
     return torch.cat([function(logits_NV[at], keys_N[at], _part(limits, at)) for at in parts])
 
 

@@ -72,6 +72,13 @@ class DeviceLimits:
         return (self.top_k == 0) & (self.top_p >= 1.0) & (self.min_p == 0.0)
 
 
+def parts_of(logits_NV: torch.Tensor) -> list[slice]:
+    """Return slices of rows with at most `MAX_LOGITS` logits each, or one row."""
+    count, vocab = logits_NV.shape
+    size = max(1, MAX_LOGITS // vocab)
+    return [slice(first, first + size) for first in range(0, count, size)]
+
+
 def sample(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
     """Return the sampled ids, int64 `[N]`; -1 for rows whose greatest logit is not finite.
 

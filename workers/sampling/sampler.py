@@ -23,7 +23,6 @@ from workers.native.build import KernelUnavailableError
 from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import (
-    MAX_LOGITS,
     MIN_TEMPERATURE,
     Ints,
     Limits,
@@ -31,6 +30,7 @@ from workers.sampling.sample import (
     distribution,
     greedy,
     likely_candidates,
+    parts_of,
     sample,
 )
 from workers.sampling.sample_native import NativeSampler
@@ -254,9 +254,8 @@ class Sampler:
         return by_part(free_N, self._sample_alike, self._sample_alike, (logits_NV, slots_N, index_N))
 
     def _sample_alike(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
-        size = max(1, MAX_LOGITS // self.vocab_size)
-        parts = [slice(first, first + size) for first in range(0, len(slots_N), size)]
-        return torch.cat([self._sample_part(logits_NV[at], slots_N[at], index_N[at]) for at in parts])
+        parts = [self._sample_part(logits_NV[at], slots_N[at], index_N[at]) for at in parts_of(logits_NV)]
+        return torch.cat(parts)
 
     def _sample_part(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:
         keys_N = self._keys(slots_N, index_N).to(logits_NV.device)

@@ -27,6 +27,7 @@ from workers.gpu.fused import fuse_layers
 MEMORY = 2 << 30
 """Bytes of the device, all of them free."""
 EVENTS_APART = 0.0
+"""Milliseconds between any two events."""
 ATTENTION = F.scaled_dot_product_attention
 
 

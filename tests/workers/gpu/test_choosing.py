@@ -58,7 +58,7 @@ def test_ids_are_those_of_the_definition(chooser: Chooser, step: float, monkeypa
         expected[row] = sample(logits[row : row + 1], keys[row : row + 1], limits.at(at))[0]
     assert chooser_for(limits) == chooser
     assert torch.equal(choose(chooser, logits, keys, on_device(limits)), expected)
-    monkeypatch.setattr("workers.gpu.choosing.MAX_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr("workers.sampling.sample.MAX_LOGITS", 5 * VOCAB)
     assert torch.equal(choose(chooser, logits, keys, on_device(limits)), expected)
     assert expected[4] == expected[6] == expected[7] == -1
 

@@ -65,7 +65,7 @@ def test_without_native_code_few_logits_are_sampled_at_a_time(monkeypatch: pytes
     monkeypatch.setattr(Sampler, "_native", lambda _sampler: None)
     monkeypatch.setattr("workers.sampling.sampler.sample", counted)
     whole = draw(slots, values)
-    monkeypatch.setattr("workers.sampling.sampler.MAX_LOGITS", 8 * VOCAB)
+    monkeypatch.setattr("workers.sampling.sample.MAX_LOGITS", 8 * VOCAB)
     assert draw(slots, values) == whole
     assert sizes == [20, 8, 8, 4]
 

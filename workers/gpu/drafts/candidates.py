@@ -9,7 +9,7 @@ import torch
 
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.sizes import Chooser
-from workers.sampling.sample import MAX_LOGITS, DeviceLimits, candidates_drawn, candidates_limited, likely_candidates
+from workers.sampling.sample import DeviceLimits, candidates_drawn, candidates_limited, likely_candidates, parts_of
 
 Candidates = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,10 +40,7 @@ def candidates(
     Returns:
         Ids, int64 `[N, W]`, and their log-probabilities, float32.
     """
-    count, vocab = logits_NV.shape
-    size = max(1, MAX_LOGITS // vocab)
-    parts = [slice(first, first + size) for first in range(0, count, size)]
-    found = [FUNCTIONS[chooser](logits_NV[at], keys_N[at], _part(limits, at), width) for at in parts]
+    found = [FUNCTIONS[chooser](logits_NV[at], keys_N[at], _part(limits, at), width) for at in parts_of(logits_NV)]
     ids_NW, log_q_NW = (torch.cat(column) if len(column) > 1 else column[0] for column in zip(*found, strict=True))
     return ids_NW, log_q_NW
 
