@@ -42,6 +42,7 @@ class ChatEnvelope(Envelope):
     id: str
     created: int
     model: str
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
     def wrap(
         self,
@@ -51,10 +52,25 @@ class ChatEnvelope(Envelope):
     ) -> msgspec.Struct:
         """See `Envelope`."""
         if self.kind is ChatCompletionChunk:
-            return ChatCompletionChunk(self.id, self.created, self.model, choices, usage=usage, metrics=metrics)
-        shown = choices[0].prompt_logprobs
+            begins = any(choice.delta.role is not UNSET for choice in choices)
+            return ChatCompletionChunk(
+                self.id,
+                self.created,
+                self.model,
+                choices,
+                usage=usage,
+                metrics=metrics,
+                prompt_token_ids=self.prompt_token_ids if begins else UNSET,
+            )
         return ChatCompletion(
-            self.id, self.created, self.model, choices, usage=usage, metrics=metrics, prompt_logprobs=shown
+            self.id,
+            self.created,
+            self.model,
+            choices,
+            usage=usage,
+            metrics=metrics,
+            prompt_logprobs=choices[0].prompt_logprobs,
+            prompt_token_ids=self.prompt_token_ids,
         )
 
 
@@ -102,6 +118,10 @@ class ChatAnswer(Choice):
         num_top = self.body.num_logprobs
         return None if num_top is None else chat_logprobs(self.logprobs, self.texts, num_top)
 
+    def pending_ids(self) -> list[int] | UnsetType:
+        """Return the ids of the pending tokens, if requested."""
+        return self.token_ids if self.body.return_token_ids else UNSET
+
 
 class ChatWriter(ChatAnswer):
     """One choice of a chat completion."""
@@ -110,7 +130,13 @@ class ChatWriter(ChatAnswer):
         """See `Choice`."""
         shown = UNSET if self.body.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self.texts)
         return ChatChoice(
-            self.index, self._message(), self.pending_logprobs(), self.finish_reason, self.stop_reason, shown
+            self.index,
+            self._message(),
+            self.pending_logprobs(),
+            self.finish_reason,
+            self.stop_reason,
+            shown,
+            self.pending_ids(),
         )
 
     def _message(self) -> ChatMessage:
@@ -136,7 +162,9 @@ class ChatChunkWriter(ChatAnswer):
         self.calls = []
         delta = ChatDelta(self.text if self.text or calls is UNSET else UNSET, self.role, calls)
         self.role = UNSET
-        return ChatChunkChoice(self.index, delta, self.pending_logprobs(), self.finish_reason, self.stop_reason)
+        return ChatChunkChoice(
+            self.index, delta, self.pending_logprobs(), self.finish_reason, self.stop_reason, self.pending_ids()
+        )
 
 
 def join_parts(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
@@ -204,6 +232,7 @@ async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> Comple
     chat = await prepare_chat(context, body, f"chatcmpl-{uuid.uuid4().hex}")
     kind, writer = (ChatCompletionChunk, ChatChunkWriter) if body.stream else (ChatCompletion, ChatWriter)
     choices = [writer(index, body, context.texts, chat.use) for index in range(len(chat.requests))]
-    envelope = ChatEnvelope(kind, chat.id, int(time.time()), chat.model)
+    prompt_ids = chat.requests[0].prompt_token_ids if body.return_token_ids else UNSET
+    envelope = ChatEnvelope(kind, chat.id, int(time.time()), chat.model, prompt_ids)
     spec_metrics, origins = context.spec_metrics(body), context.origins(body)
     return CompletionJob([chat.requests], choices, envelope, body.wants_usage, spec_metrics, origins)

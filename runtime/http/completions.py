@@ -52,6 +52,7 @@ class CompletionWriter(Choice):
         self._body = body
         self._texts = texts
         self._echo: str | None = echoed if body.echo else None
+        self._prompt_ids = request.prompt_token_ids if body.return_token_ids else UNSET
         self._logprobs = None if body.logprobs is None else LogprobsWriter(texts, body.logprobs)
 
     def add(self, output: TokenOutput) -> None:
@@ -68,7 +69,11 @@ class CompletionWriter(Choice):
         text = (self._echo or "") + self.text
         self._echo = None
         shown = UNSET if self._body.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self._texts)
-        return CompletionChoice(self.index, text, logprobs, self.finish_reason, self.stop_reason, shown)
+        prompt_ids, self._prompt_ids = self._prompt_ids, UNSET
+        ids = self.token_ids if self._body.return_token_ids else UNSET
+        return CompletionChoice(
+            self.index, text, logprobs, self.finish_reason, self.stop_reason, shown, prompt_ids, ids
+        )
 
     def _pending_logprobs(self) -> CompletionLogprobs | None:
         if self._logprobs is None:

@@ -29,6 +29,7 @@ class Choice(ABC):
         self.speculation: SpeculationStats | None = None
         self.steps: list[Step] = []
         self.text = ""
+        self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
@@ -39,6 +40,7 @@ class Choice(ABC):
         if output.error is not None:
             raise failure(output.error, output.retry_after_s)
         self.text += output.text
+        self.token_ids += output.token_ids
         self.num_tokens += len(output.token_ids)
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
@@ -56,7 +58,7 @@ class Choice(ABC):
     def flush(self) -> msgspec.Struct:
         """Return what was added since the last call, as part of a response."""
         part = self.render()
-        self.text, self.logprobs, self.prompt_logprobs = "", [], []
+        self.text, self.token_ids, self.logprobs, self.prompt_logprobs = "", [], [], []
         return part
 
     @abstractmethod

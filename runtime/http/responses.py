@@ -1,5 +1,6 @@
 """The response bodies of the HTTP server. Fields that are `UNSET` are left out."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -100,7 +101,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One choice, or the part of it in a chunk."""
+    """One choice, or the part of it in a chunk. The first chunk has the prompt's ids."""
 
     index: int
     text: str
@@ -108,6 +109,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -202,6 +205,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -212,6 +216,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -225,10 +230,11 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):
-    """One chunk of a streamed chat completion."""
+    """One chunk of a streamed chat completion. The first ones of the choices have the prompt's ids."""
 
     id: str
     created: int
@@ -237,6 +243,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -12,9 +12,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from protos.errors import InvalidRequestError
 from protos.sampling import MAX_COUNT, MAX_LOGPROBS, SamplingParams, check_range
 from runtime.frontend.speculation_override import SpeculationOverride
-from runtime.http.structured_fields import StructuredFields
+from runtime.http.fields.structured import StructuredFields
+from runtime.http.fields.template import TemplateFields
+from runtime.http.fields.unsupported import NEUTRAL, NO_TOOLS, Neutral, screen
 from runtime.http.tools.choice import Tool, ToolChoice, ToolOptions, ToolUse, tool_use
-from runtime.http.unsupported_fields import NEUTRAL, NO_TOOLS, Neutral, screen
 
 MAX_PROMPTS = 1024
 SEED_MODULUS = 2**64
@@ -60,7 +61,7 @@ class RequestBody(BaseModel):
     @classmethod
     def screened(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return *fields* without those that have no effect here. Raises `InvalidRequestError`."""
-        return screen(fields, cls.neutral)
+        return screen(fields, cls.neutral, cls.model_fields)
 
 
 class StreamOptions(BaseModel):
@@ -141,6 +142,7 @@ class GenerationRequest(RequestBody, StructuredFields, SamplingFields):
     best_of: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset()
     """Sampling fields with another meaning at this endpoint."""
@@ -230,20 +232,7 @@ class CompletionRequest(GenerationRequest):
         return self.sampling(defaults, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs, **mapped)
 
 
-class _TemplateFields(BaseModel):
-    """Options of the chat template."""
-
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-    @property
-    def template_options(self) -> dict[str, bool]:
-        """The options that are given."""
-        given = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-class ChatCompletionRequest(GenerationRequest, _TemplateFields):
+class ChatCompletionRequest(GenerationRequest, TemplateFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -276,7 +265,7 @@ class ChatCompletionRequest(GenerationRequest, _TemplateFields):
         return self.sampling(defaults, logprobs=self.num_logprobs, max_tokens=limit)
 
 
-class TokenizeRequest(RequestBody, _TemplateFields):
+class TokenizeRequest(RequestBody, TemplateFields):
     """The body of `POST /tokenize`: a text or a conversation."""
 
     prompt: str | None = None
@@ -285,7 +274,7 @@ class TokenizeRequest(RequestBody, _TemplateFields):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    neutral: ClassVar[Neutral] = {name: NEUTRAL[name] for name in ("chat_template", "chat_template_kwargs")}
+    neutral: ClassVar[Neutral] = {"chat_template": NEUTRAL["chat_template"]}
 
 
 class DetokenizeRequest(RequestBody):

@@ -26,7 +26,7 @@ def render_chat(
 ) -> str:
     """Return the text of *messages*, rendered by *chat_template* or else by the tokenizer's own.
 
-    *escape* is applied to the checked messages and the *tools* before they are rendered.
+    *escape* is applied to the checked messages, the *tools* and the other *options* before they are rendered.
 
     Raises:
         InvalidRequestError: there is no template, it does not support *tools*, the messages are malformed, or the
@@ -52,7 +52,7 @@ def render_chat(
             continue_final_message=continue_final_message,
             tools=escape(list(tools)) if tools else None,
             tokenize=False,
-            **options,
+            **escape(options),
         )
     except RecursionError:
         raise InvalidRequestError("the messages or tools are nested too deeply to be rendered", "messages") from None

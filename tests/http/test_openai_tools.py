@@ -167,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"functions": [{"name": "f"}]}, "functions", "use tools"),
     ({"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
-    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "--chat-template"),
+    ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "got [1] for a"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
         "messages",

@@ -141,11 +141,11 @@ class DeviceRounds:
         if self._area is not None:
             self._area.save(slots_R[planned.drafted_R == 0])
         self._send(size, plan, self._rows(slots_R, limits, planned, {}))
+        prepared_s = time.monotonic() - began
         self._loop_timer.begin()
         if size.queries > 1:
             self._captured.loops.launch((size, chooser))
         self._loop_timer.end()
-        prepared_s = time.monotonic() - began
         self._launch(size, chooser, len(slots_R))
         lines = self._receive(size, len(slots_R))
         drafted_s = prepared_s + self._loop_timer.seconds  # a launch returns before the loop has run

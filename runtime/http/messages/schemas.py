@@ -7,10 +7,10 @@ from pydantic import BaseModel, Field
 
 from protos.errors import InvalidRequestError
 from runtime.http.errors import ApiError
+from runtime.http.fields.unsupported import Neutral
 from runtime.http.messages.errors import NO_THREADS
 from runtime.http.messages.tools import STRICT, ClientTool, InputToolChoice
 from runtime.http.schemas import RequestBody, SamplingFields
-from runtime.http.unsupported_fields import Neutral
 
 # Fields of Anthropic's client that have no effect here. `metadata` and `service_tier` are ignored at all endpoints.
 IGNORED = frozenset({"cache_control", "thinking", "inference_geo", "diagnostics"})

@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterator
 
 from protos.errors import InvalidRequestError
+from runtime.http.fields.structured import JsonSchemaFormat, ResponseFormat
 from runtime.http.messages.conversation import chat_messages, is_prefilled
 from runtime.http.messages.schemas import CountTokensRequest, MessagesRequest
 from runtime.http.schemas import ChatCompletionRequest, SamplingFields
-from runtime.http.structured_fields import JsonSchemaFormat, ResponseFormat
 
 NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config.format"}
 """Fields of this API, by the names that errors of the chat path give them."""

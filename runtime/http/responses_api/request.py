@@ -9,16 +9,13 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from protos.errors import InvalidRequestError
 from protos.validation import shown
+from runtime.http.fields.structured import JsonSchemaFormat, Name, ResponseFormat
+from runtime.http.fields.unsupported import NEUTRAL, NO_TOOLS, Neutral
 from runtime.http.responses_api.items import messages_of
 from runtime.http.schemas import STRICT, ChatCompletionRequest, RequestBody, SamplingFields
-from runtime.http.structured_fields import JsonSchemaFormat, Name, ResponseFormat
 from runtime.http.tools.choice import Function, NamedFunction, Tool
-from runtime.http.unsupported_fields import NEUTRAL, Neutral
 
 LOGPROBS = "message.output_text.logprobs"
-ECHOED = frozenset({"metadata", "user"})
-"""Fields without an effect that the response repeats."""
-
 NO_EFFECT = frozenset({"access_programs", "image", "max_tool_calls", "reasoning", "stream_options"})
 CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -121,14 +118,14 @@ class ResponsesRequest(RequestBody, SamplingFields):
         "background": (None, False),
         "prompt": (None,),
         "context_management": (None, []),
-        **{name: NEUTRAL[name] for name in ("chat_template", "chat_template_kwargs")},
+        "chat_template": NEUTRAL["chat_template"],
+        "chat_template_kwargs": NO_TOOLS["chat_template_kwargs"],
     }
 
     @classmethod
     def screened(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `RequestBody`."""
-        kept = {name: value for name, value in super().screened(fields).items() if name not in NO_EFFECT}
-        return kept | {name: fields[name] for name in ECHOED & fields.keys()}
+        return {name: value for name, value in super().screened(fields).items() if name not in NO_EFFECT}
 
     @property
     def wants_logprobs(self) -> bool:

@@ -1,5 +1,6 @@
 """Chat completions, tokenization, models and service routes."""
 
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -42,6 +43,33 @@ def test_logprobs_of_the_prompt_are_where_vllm_has_them(served: Served) -> None:
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert all(choice["prompt_logprobs"] == answer["prompt_logprobs"] for choice in answer["choices"])
     assert "prompt_logprobs" not in served.post("/v1/chat/completions", **body).json()
+
+
+def test_ids_on_demand(served: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "n": 2}
+    answer = served.post("/v1/chat/completions", **body, return_token_ids=True).json()
+    texts = expected(rendered("hi"), 9)
+    assert answer["prompt_token_ids"] == ids(rendered("hi"))
+    assert [tokenizer().decode(choice["token_ids"]) for choice in answer["choices"]] == [texts, texts]
+    plain = served.post("/v1/chat/completions", **body).json()
+    assert "prompt_token_ids" not in plain
+    assert "token_ids" not in plain["choices"][0]
+
+
+def test_streamed_ids_add_up(served: Served) -> None:
+    stream = served.client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=9,
+        stream=True,
+        extra_body={"return_token_ids": True},
+    )
+    first, *others = list(stream)
+    assert first.model_extra is not None
+    assert first.model_extra["prompt_token_ids"] == ids(rendered("hi"))
+    assert not any("prompt_token_ids" in (part.model_extra or {}) for part in others)
+    parts = [(part.choices[0].model_extra or {})["token_ids"] for part in (first, *others)]
+    assert tokenizer().decode([*chain.from_iterable(parts)]) == expected(rendered("hi"), 9)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Completions through the OpenAI client against a running server."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -46,6 +47,18 @@ def test_a_stream_says_the_same(served: Served) -> None:
     assert last.choices == []
     assert last.usage is not None
     assert last.usage.completion_tokens == 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_on_demand(served: Served, stream: bool) -> None:
+    answer = served.client.completions.create(
+        model="fake", prompt=["ab", "cde"], max_tokens=8, stream=stream, extra_body={"return_token_ids": True}
+    )
+    choices = [choice for part in (answer if stream else [answer]) for choice in part.choices]
+    for index, prompt in enumerate(("ab", "cde")):
+        mine = [choice.model_extra or {} for choice in choices if choice.index == index]
+        assert [extra.get("prompt_token_ids") for extra in mine] == [ids(prompt)] + [None] * (len(mine) - 1)
+        assert tokenizer().decode([*chain.from_iterable(extra["token_ids"] for extra in mine)]) == expected(prompt, 8)
 
 
 def test_no_usage_chunk_unasked(served: Served) -> None:

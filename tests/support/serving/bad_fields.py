@@ -76,7 +76,7 @@ NO_SUCH_TOKEN: list[tuple[str, dict[str, Any], str]] = [
 ]
 FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"chat_template": "{{ 7 * 7 }}"}, "--chat-template"),
-    (CHAT, {"chat_template_kwargs": {"a": "{{ 1 }}"}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"a": {"b": "{{ 1 }}"}}}, "chat_template_kwargs"),
     (
         CHAT,
         {

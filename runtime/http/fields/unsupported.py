@@ -1,6 +1,6 @@
 """Fields of other servers that are not supported: ignored if they change no token, else refused."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from protos.errors import InvalidRequestError
@@ -25,9 +25,7 @@ NEUTRAL: Neutral = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
     "priority": (None, 0),
-    "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "documents": (None, []),
     "prompt_embeds": (None,),
@@ -39,6 +37,7 @@ NEUTRAL: Neutral = {
     "vllm_xargs": (None, {}),
 }
 NO_TOOLS: Neutral = {
+    "chat_template_kwargs": (None, {}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
@@ -59,12 +58,12 @@ INSTEAD = {
     "tools": "use chat completions",
     "tool_choice": "use chat completions",
     "chat_template": "templates are not taken from requests; start the server with --chat-template",
-    "chat_template_kwargs": "templates take nothing from requests; start the server with --chat-template",
+    "chat_template_kwargs": "use chat completions",
 }
 
 
-def screen(body: Mapping[str, Any], neutral: Neutral) -> dict[str, Any]:
-    """Return *body* without the fields that have no effect here.
+def screen(body: Mapping[str, Any], neutral: Neutral, fields: Collection[str]) -> dict[str, Any]:
+    """Return *body* without what has no effect on a request that has these *fields*.
 
     Raises:
         InvalidRequestError: an unsupported field would change the answer; names it and its value.
@@ -73,4 +72,5 @@ def screen(body: Mapping[str, Any], neutral: Neutral) -> dict[str, Any]:
         if name in body and body[name] not in values:
             instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
             raise InvalidRequestError(f"{name} is not supported, got {shown(body[name])}{instead}", name)
-    return {name: value for name, value in body.items() if name not in IGNORED and name not in neutral}
+    ignored = IGNORED.difference(fields).union(neutral)
+    return {name: value for name, value in body.items() if name not in ignored}
