@@ -44,6 +44,8 @@ DTYPES = {
 }
 
 
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError)
+"""What `transformers` raises for configs that it cannot read."""
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 """What configs call their context length."""
 
@@ -75,6 +77,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
         model = _instantiate(folder, config.model, dtype, device, keeper)
     else:
         model = _instantiate_shard(folder, config.model, dtype, device, group, mode, keeper)
+    families.hold_frequencies(model)
     recurrent = probe_states(model, config.model) if adapt(model) else {}
     layers = mode.prepare(model, config.model, ranks)
     kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)
@@ -158,12 +161,23 @@ def _check_weights(folder: Path, name: str) -> None:
 
 def context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
     """Return the context length of a `config.json`, or the user's smaller limit. Raises `ModelError`."""
-    own = next((described[key] for key in LENGTHS if described.get(key)), None)
+    own = _own_length(described)
     if own is None and config.max_model_len is None:
         raise ModelError(f"{config.model}: its config states no context length; set max_model_len")
     if own is not None and config.max_model_len is not None and config.max_model_len > own:
         raise ModelError(f"max_model_len is {config.max_model_len}, but {config.model} was made for {own} positions")
     return int(config.max_model_len or own or 0)
+
+
+def _own_length(described: Mapping[str, Any]) -> int | None:
+    """Return the context length that a `config.json` states; None if it has none."""
+    names = reversed(LENGTHS) if described.get("model_type") == "cohere" else LENGTHS
+    own = next((int(described[key]) for key in names if described.get(key)), None)
+    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings")
+    if own is None or not original or "yarn" not in {rope.get("rope_type"), rope.get("type")}:
+        return own
+    return max(own, int(rope.get("factor", 1) * original))  # where YaRN is turned on by hand, as Qwen's model cards say
 
 
 def _eos_ids(folder: Path, described: Mapping[str, Any]) -> tuple[int, ...]:
@@ -217,7 +231,7 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
             )
     except ModelError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except (*UNREADABLE, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -234,7 +248,7 @@ def _instantiate_shard(  # noqa: PLR0917
         with _quiet():
             config = read_language_config(folder)
             return build_shard(folder, name, config, dtype=dtype, device=device, group=group, mode=mode, keeper=keeper)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except UNREADABLE as error:
         if isinstance(error, ModelError | ConfigError):
             raise
         raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error

@@ -46,7 +46,7 @@ def self_check(loaded: LoadedModel, name: str) -> None:
         return
     ids_N = np.arange(FIRST + SECOND + len(TREE.positions)) * 7919 % max(2, loaded.vocab_size - 4) + 3
     first, second, tree = np.split(ids_N % loaded.vocab_size, [FIRST, FIRST + SECOND])
-    with _narrow_windows(loaded.model), torch.inference_mode():
+    with _narrow_windows(loaded.model, loaded.max_model_len), torch.inference_mode():
         ours = _paged(loaded, first, second, tree)
         theirs = _plain(loaded, first, second, tree)
     if loaded.group.rank == 0:
@@ -116,9 +116,10 @@ def _logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
 
 
 @contextmanager
-def _narrow_windows(model: Any) -> Iterator[None]:
-    """Narrow every sliding window of the model to `WINDOW` tokens."""
-    holders = [part for part in (model.config, *model.modules()) if isinstance(_window(part), int)]
+def _narrow_windows(model: Any, max_model_len: int) -> Iterator[None]:
+    """Narrow every sliding window of the model that can matter to `WINDOW` tokens."""
+    windows = ((part, _window(part)) for part in (model.config, *model.modules()))
+    holders = [part for part, window in windows if isinstance(window, int) and window < max_model_len]
     kept = [(part, part.sliding_window) for part in holders]
     for part, _ in kept:
         part.sliding_window = WINDOW

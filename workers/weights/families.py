@@ -107,7 +107,7 @@ def _rope_reason(config: Mapping[str, Any], max_model_len: int | None) -> str | 
 
 def _one_rope_reason(rope: Mapping[str, Any], config: Mapping[str, Any], max_model_len: int | None) -> str | None:
     kind = rope.get("rope_type") or rope.get("type")
-    if kind == "dynamic":
+    if kind == "dynamic" and not config.get("max_position_embeddings"):
         return "its rotary scaling ('dynamic') depends on the longest sequence in the batch"
     if kind not in {"longrope", "su"}:
         return None
@@ -118,3 +118,14 @@ def _one_rope_reason(rope: Mapping[str, Any], config: Mapping[str, Any], max_mod
         f"its rotary scaling ({kind!r}) depends on the longest sequence in the batch beyond {original} tokens: "
         f"set max_model_len to at most {original}"
     )
+
+
+def hold_frequencies(model: Any) -> None:
+    """Keep the rotary frequencies of 'dynamic' scaling: they change beyond the context length alone.
+
+    Otherwise every forward would wait for the device to compare the largest position with it.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and "dynamic" in kinds:
+            module.rope_type = "static"

@@ -15,7 +15,7 @@ from workers.weights.finding import check_left_over, find_all
 from workers.weights.keeping import AsValues, Keeper
 from workers.weights.partition import TensorSlice
 from workers.weights.quantizing import quantize_linears
-from workers.weights.reader import Checkpoint, StoredWeight, open_checkpoint, read_slice
+from workers.weights.reader import Checkpoint, StoredWeight, are_equal, open_checkpoint, read_slice
 
 Slices = Mapping[str, TensorSlice | None]
 """The slice of each parameter that is split, by its full name in the model; None: zeros on this rank."""
@@ -41,6 +41,7 @@ class WeightLoader:
         Raises:
             ModelError: weights are missing, have another shape than the config states, or belong to another model.
         """
+        self._untie(model)
         quantize_linears(model, self.checkpoint, self.slices, self.keeper, self.device)
         quantize_experts(model, self.checkpoint, self.slices, self.keeper, self.device)
         self._compute_buffers(model)
@@ -55,6 +56,17 @@ class WeightLoader:
             ready[id(tensor)] = self._like(tensor, self._read(full, stored, dtype))
         for full, tensor in tensors.items():
             _set(model, full, ready[id(tensor)])
+
+    def _untie(self, model: Any) -> None:
+        """Give the head a weight of its own if the checkpoint has another than the embedding, as `from_pretrained`."""
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        if head is None or head.weight is not embedding.weight:
+            return
+        names = {module: name for name, module in model.named_modules()}
+        stored = [self.checkpoint.find(f"{names[module]}.weight") for module in (head, embedding)]
+        if not are_equal(*stored):
+            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+            model.config.tie_word_embeddings = False
 
     def _read(self, full: str, stored: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
         if full in self.slices and self.slices[full] is None:

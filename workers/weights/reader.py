@@ -6,7 +6,7 @@ experts or convolutions stored one by one that are one tensor in the model.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,37 +21,14 @@ from workers.quantization.weight import QuantizedWeight
 from workers.weights.hub import shards_by_tensor
 from workers.weights.quantized.formats import format_of
 from workers.weights.quantized.stored import DequantizedWeight, QuantizedFormat, StoredTensors, parts_of
+from workers.weights.renaming import Renaming, read_renaming
 from workers.weights.wrapped import PREFIXES
 
 if TYPE_CHECKING:
     from workers.weights.partition import TensorSlice
 
-RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "mixtral": ((r"\.mlp\.", ".block_sparse_moe."),),
-    "gpt_neox": ((r"^lm_head\.", "embed_out."),),
-    "nemotron_h": ((r"^model\.", "backbone."),),
-    "granitemoehybrid": (
-        (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
-        (r"\.experts\.down_proj$", ".output_linear.weight"),
-        (r"\.router\.weight$", ".router.layer.weight"),
-    ),
-    "olmo_hybrid": (
-        (r"\.input_layernorm\.", ".attention_layer_norm."),
-        (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
-    ),
-    "lfm3": ((r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),),
-    "kimi_linear": ((r"\.mlp\.", ".block_sparse_moe."), (r"\.forget_gate\.", ".")),
-}
-"""By model_type, patterns of a model's names and their replacements in checkpoints."""
-
 EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<weight>gate_up_proj|up_proj|down_proj)")
-NUMBERED_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-USUAL_PARTS: Mapping[str, tuple[str, ...]] = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "up_proj": ("up_proj",),
-    "down_proj": ("down_proj",),
-}
-EXPERT_PARTS = dict.fromkeys(("mixtral", "lfm2_moe", "kimi_linear"), NUMBERED_PARTS)
+ROWS_COMPARED = 4096
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 """Stored parts of a weight `conv1d`, in order."""
 
@@ -65,7 +42,7 @@ class StoredWeight(Protocol):
         ...
 
     def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Return the rows *start* to *stop* of dimension *dim*."""
+        """Return the rows *start* to *stop* of dimension *dim*; of a number, itself."""
         ...
 
     def quantized(self) -> QuantizedWeight | None:
@@ -86,7 +63,8 @@ class PlainWeight:
 
     def read(self, dim: int, start: int, stop: int) -> torch.Tensor:
         """See `StoredWeight`."""
-        part: torch.Tensor = self.tensor[(*(slice(None),) * dim, slice(start, stop))]
+        index = (*(slice(None),) * dim, slice(start, stop)) if self.shape else ...
+        part: torch.Tensor = self.tensor[index]
         return part.contiguous()  # columns may be a view of the mapped file, which would keep all of it in memory
 
     def quantized(self) -> QuantizedWeight | None:
@@ -176,8 +154,10 @@ class OneExpert:
 class Checkpoint:
     """An open checkpoint. See `open_checkpoint`."""
 
-    def __init__(self, tensors: StoredTensors, kind: str, prefix: str, quantized: QuantizedFormat | None) -> None:
-        self._tensors, self._kind, self._prefix, self._quantized = tensors, kind, prefix + ".", quantized
+    def __init__(
+        self, tensors: StoredTensors, renaming: Renaming, prefix: str, quantized: QuantizedFormat | None
+    ) -> None:
+        self._tensors, self._renaming, self._prefix, self._quantized = tensors, renaming, prefix + ".", quantized
         self._found: set[str] = set()
 
     def find(self, name: str) -> StoredWeight | None:
@@ -209,14 +189,16 @@ class Checkpoint:
 
     def _names(self, name: str) -> Iterator[str]:
         stripped = name.removeprefix(self._prefix)
-        for pattern, stored in ((r"^", ""), *RENAMED.get(self._kind, ())):
-            for known in (name, stripped, self._prefix + name):
-                yield re.sub(pattern, stored, known)
+        yield from (name, stripped, self._prefix + name)
         if name.startswith(self._prefix):
             yield from (prefix + stripped for prefix in PREFIXES)
         yield f"language_model.{name}"
 
-    def _one(self, stored: str) -> StoredWeight | None:
+    def _one(self, name: str) -> StoredWeight | None:
+        candidates = (name, self._renaming.stored.get(name, name))
+        return next((weight for weight in map(self._stored, candidates) if weight is not None), None)
+
+    def _stored(self, stored: str) -> StoredWeight | None:
         quantized = None if self._quantized is None else self._quantized.find(stored, self._tensors)
         if quantized is not None:
             self._found.update(parts_of(stored, self._tensors))
@@ -230,7 +212,7 @@ class Checkpoint:
         match = EXPERTS.fullmatch(name)
         if match is None:
             return None
-        parts = EXPERT_PARTS.get(self._kind, USUAL_PARTS).get(match["weight"])
+        parts = self._renaming.parts.get(match["weight"])
         if parts is None:
             return None
         parts_EP: list[Seq[StoredWeight]] = []
@@ -267,7 +249,8 @@ def open_checkpoint(folder: Path, config: Any, prefix: str) -> Iterator[Checkpoi
             for path in _files(folder):
                 file = files.enter_context(safe_open(path, "pt"))
                 stored.update(dict.fromkeys(file.keys(), file))
-            yield Checkpoint(StoredTensors(stored), str(config.model_type), prefix, quantized)
+            renaming = read_renaming(str(config.model_type), stored)
+            yield Checkpoint(StoredTensors(stored), renaming, prefix, quantized)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
 
@@ -281,7 +264,7 @@ def _files(folder: Path) -> list[Path]:
 def read_slice(stored: StoredWeight, part: "TensorSlice | None", dtype: torch.dtype) -> torch.Tensor:
     """Return a slice of *stored* (None: all of it) as *dtype*."""
     if part is None:
-        return stored.read(0, 0, stored.shape[0]).to(dtype) if stored.shape else torch.tensor(0)
+        return stored.read(0, 0, stored.shape[0] if stored.shape else 1).to(dtype)
     found = [stored.read(part.dim, start, stop) for start, stop in part.ranges if start < stop]
     missing = part.length - sum(tensor.shape[part.dim] for tensor in found)
     if missing:
@@ -289,3 +272,13 @@ def read_slice(stored: StoredWeight, part: "TensorSlice | None", dtype: torch.dt
         shape[part.dim] = missing
         found.append(torch.zeros(shape, dtype=dtype))
     return (found[0] if len(found) == 1 else torch.cat(found, part.dim)).to(dtype)
+
+
+def are_equal(first: StoredWeight | None, second: StoredWeight | None) -> bool:
+    """Return whether two weights have the same values, or one of them is not stored."""
+    if first is None or second is None:
+        return True
+    blocks = ((start, min(start + ROWS_COMPARED, first.shape[0])) for start in range(0, first.shape[0], ROWS_COMPARED))
+    return first.shape == second.shape and all(
+        torch.equal(first.read(0, *block), second.read(0, *block)) for block in blocks
+    )

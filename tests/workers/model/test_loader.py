@@ -132,7 +132,10 @@ def test_missing_shard(llama: Path) -> None:
         ({"model_type": "mystery"}, "no causal language model class"),
         ({"model_type": "gemma3"}, "multimodal"),
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "longest sequence in the batch"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": None},
+            "longest sequence in the batch",
+        ),
         (
             {"rope_parameters": None, "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
             "max_model_len to at most 64",

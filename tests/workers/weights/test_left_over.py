@@ -15,7 +15,13 @@ from workers.model.loader import load
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BIAS = "model.layers.1.mlp.down_proj.bias"
-BESIDE = ("model.layers.9.enorm.weight", "mtp.fc.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+BESIDE = (
+    "model.layers.9.enorm.weight",
+    "mtp.fc.weight",
+    "model.layers.0.self_attn.rotary_emb.inv_freq",
+    "model.layers.0.self_attn.rotary_emb.cos_cached",
+    "model.layers.0.mlp.down_proj.activation_scale",
+)
 REFUSED = f"has 1 tensors in its decoder layers that model_type 'llama' does not have, the first is {BIAS}"
 READERS = pytest.mark.parametrize("quantization", [None, "int8"], ids=["transformers", "own"])
 

@@ -29,6 +29,7 @@ from workers.weights.hub import read_config
 from workers.weights.quantized.formats import format_of
 from workers.weights.quantized.stored import DequantizedWeight, StoredTensors
 from workers.weights.reader import Checkpoint
+from workers.weights.renaming import read_renaming
 from workers.weights.wrapped import language_config
 
 NAMED = pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry.name.rpartition("/")[2])
@@ -46,7 +47,8 @@ def opened(entry: Published, folder: Path) -> tuple[Any, Checkpoint]:
     model = on_meta(config, torch.bfloat16)
     tensors = StoredTensors(dict.fromkeys(headers.keys(), headers))
     quantized = format_of(getattr(config, "quantization_config", None))
-    return model, Checkpoint(tensors, str(config.model_type), model.base_model_prefix, quantized)
+    renaming = read_renaming(str(config.model_type), headers.keys())
+    return model, Checkpoint(tensors, renaming, model.base_model_prefix, quantized)
 
 
 @NAMED

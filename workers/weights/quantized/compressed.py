@@ -1,5 +1,6 @@
 """Weights in the formats of the `compressed-tensors` library, which dequantises them, and AWQ by way of those."""
 
+import copy
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -52,19 +53,38 @@ class CompressedTensors:
         )
 
     def _scheme_of(self, module: str) -> QuantizationScheme:
-        for scheme in self.schemes:
-            if "Linear" in scheme.targets or any(match_name(module, target) for target in scheme.targets):
-                return scheme
+        """As in the library, the module's name comes before patterns, and those before its class."""
+        found = [(_precision(module, target), scheme) for scheme in self.schemes for target in scheme.targets]
+        best = max((precision for precision, _ in found), default=0)
+        if best:
+            return next(scheme for precision, scheme in found if precision == best)
         raise ModelError(f"{module} is stored quantised, but no group of quantization_config covers it")
+
+
+def _precision(module: str, target: str) -> int:
+    """Return how precisely *target* names *module*, a linear layer; 0: not at all."""
+    if target.startswith("re:"):
+        return 2 if match_name(module, target) else 0
+    return 3 if match_name(module, target) else int(target == "Linear")
 
 
 def read_config(described: Mapping[str, Any]) -> CompressedTensors:
     """Return the format of a `quantization_config`. Raises `ValueError` where the library cannot read it."""
-    config = QuantizationConfig.model_validate(dict(described))
+    config = QuantizationConfig.model_validate(_without_order(described))
     schemes = list(config.config_groups.values())
     for scheme in schemes:
         scheme.format = scheme.format or infer_module_format(torch.nn.Linear, scheme)
     return CompressedTensors(schemes)
+
+
+def _without_order(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out `actorder`, of which newer versions of the library do not know all values: `weight_g_idx` says it."""
+    whole = copy.deepcopy(dict(described))
+    groups = whole.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict):
+            group["weights"].pop("actorder", None)
+    return whole
 
 
 def _shape(module: str, tensors: StoredTensors) -> tuple[int, ...]:
@@ -149,11 +169,21 @@ def _decompressed(parts: dict[str, torch.Tensor], scheme: QuantizationScheme, sh
     found = tuple(parts["weight_scale"].shape)
     if wanted is not None and found != wanted:
         raise ValueError(f"its scales are {list(found)}, but groups of {size} in {list(shape)} make {list(wanted)}")
+    if scheme.weights is not None and "weight_g_idx" in parts and (parts["weight_g_idx"] >= 0).all():
+        return _in_any_order(parts, scheme.weights.num_bits, shape)
     if parts["weight_scale"].dtype in {torch.float16, torch.bfloat16}:  # the library would round the values to it
         parts = {**parts, "weight_scale": parts["weight_scale"].float()}
     compressor = BaseCompressor.get_value_from_registry(str(getattr(scheme.format, "value", scheme.format)))
     values: torch.Tensor = compressor.decompress(parts, scheme)["weight"]
     return values
+
+
+def _in_any_order(parts: dict[str, torch.Tensor], bits: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Dequantise integers whose inputs belong to the groups in `weight_g_idx` (GPTQ with `actorder="group"`)."""
+    scales_OG = parts["weight_scale"].float()
+    zeros_OG = _zero_points(parts, bits, tuple(scales_OG.shape)).float()
+    groups_I = parts["weight_g_idx"].long()
+    return (_unpacked(parts, bits, shape).float() - zeros_OG[:, groups_I]) * scales_OG[:, groups_I]
 
 
 class Awq:
