@@ -147,7 +147,7 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
 
     `moves` are K/V entries that every target rank moves first: from, to, from, to ..., each an index into the cache
     (block * block_size + offset). All are read before the first is written. They move the accepted path of a tree to
-    the positions of a chain. `speculates`: draft tokens are proposed in this round. `least_survival`: the smallest
+    the positions of a chain. `speculates`: the draft model may propose in this round. `least_survival`: the smallest
     probability to be accepted with which a draft token pays, where `assistant_confidence_threshold` is "auto".
     """
 

@@ -58,6 +58,7 @@ class Controller:
         self.executor = executor
         self.inbox = inbox
         self.final_outputs: list[TokenOutput] = []
+        self._outputs: list[TokenOutput] = []  # of this step, and of those before that were interrupted
         self._clock = StepClock(scheduler.info.costs, is_awaited=scheduler.info.device == "cpu")
         self._lookup_s = 0.0  # of all steps so far
         self._outage: Outage | None = None
@@ -79,26 +80,30 @@ class Controller:
             EngineDeadError: the executor failed; see `final_outputs`.
         """
         try:
-            return self._step()
+            self._step(self._outputs)
         except KeyboardInterrupt:
             # What the workers know of the step is not known: every sequence is sent and computed again.
             self.scheduler.requeue_all()
             raise
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def _step(self) -> list[TokenOutput]:
-        ended = self.scheduler.admit(self.inbox.drain())  # new requests, aborts
-        if not self._poll(ended):
-            return ended  # lost targets are being rebuilt
+    def _step(self, outputs: list[TokenOutput]) -> None:
+        outputs += self.scheduler.admit(self.inbox.drain())  # new requests, aborts
+        if not self._poll(outputs):
+            return  # lost targets are being rebuilt
         began = time.monotonic()
         plan = self.scheduler.schedule(self.policy, self.executor.drafting)  # rows, blocks, draft tokens
         if not plan.rows:
-            return ended or self.inbox.wait()
-        verdicts = self._run(plan, ended)  # propose, score and verify, on the workers
+            if not outputs:
+                outputs += self.inbox.wait()
+            return
+        verdicts = self._run(plan, outputs)  # propose, score and verify, on the workers
         if verdicts is None:
-            return ended  # the targets were lost, or ran out of memory
-        outputs = self.scheduler.commit(plan, verdicts)  # the only place where tokens are added
-        self._report(plan, verdicts, outputs, time.monotonic() - began)
-        return ended + outputs
+            return  # the targets were lost, or ran out of memory
+        committed = self.scheduler.commit(plan, verdicts)  # the only place where tokens are added
+        outputs += committed
+        self._report(plan, verdicts, committed, time.monotonic() - began)
 
     def _report(self, plan: RoundPlan, verdicts: list[Verdict], outputs: list[TokenOutput], seconds: float) -> None:
         """Report a committed step to what learns from it."""

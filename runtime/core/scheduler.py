@@ -149,8 +149,8 @@ class Scheduler:
         scheduled = self._planner.plan(policy, worker_is_up=drafting.is_up)
         new = self._planner.new_sequences(scheduled)
         rows = [self._planner.row(one) for one in scheduled]
-        source = self._worker_source
-        is_on = policy.current > 0 and any(policy.num_draft_tokens(one.sequence, source) for one in scheduled)
+        wanted = (policy.num_draft_tokens(one.sequence, self._worker_source) for one in scheduled)
+        is_on = policy.current > 0 and any(wanted)
         moves = self._take_moves() if rows else ()
         epoch = drafting.epoch if is_on and drafting.is_up else 0
         plan = RoundPlan(self._round, rows, new, epoch, moves, is_on, policy.least_survival)
@@ -172,7 +172,7 @@ class Scheduler:
                 outputs.append(self._commit_row(sequence, row, by_slot.get(row.slot)))
             if self._states is not None:
                 self._states.settle(row)
-        if plan.speculates and self.proposers is not None:
+        if self._planner.speculates and self.proposers is not None:
             self.proposers.prepare()
         return [output for output in outputs if output is not None]
 
@@ -196,7 +196,7 @@ class Scheduler:
         return sequence.output(prompt_logprobs=fresh) if fresh else None
 
     def _commit_tokens(self, sequence: Sequence, row: Row, verdict: Verdict) -> TokenOutput | None:
-        num_new = sequence.append_verdict(verdict)
+        num_new, sequence.num_shortages = sequence.append_verdict(verdict), 0
         self._publish(sequence, row)
         if not verdict.token_ids and not verdict.prompt_logprobs:
             return None  # it skipped its turn
@@ -260,13 +260,14 @@ class Scheduler:
         sequence.num_published = num_full
 
     def give_up(self, plan: RoundPlan, shortage: StepOutOfMemoryError) -> list[TokenOutput]:
-        """Drop a plan that takes too much memory, and plan smaller steps; if none is smaller, its sequence ends."""
+        """Drop a plan that takes too much memory, and plan smaller steps; a sequence ends after some of one token."""
         in_flight = self._in_flight.pop(plan.round)
         num_tokens = sum([row.length + row.k for row in plan.rows])
         self._planner.budget.shrink(num_tokens)
         if not shortage.keeps_state:
             self.requeue_all()
-        failed = [sequence for sequence, _ in in_flight if num_tokens == 1 and sequence.finish_reason is None]
+        alone = [sequence for sequence, _ in in_flight if num_tokens == 1 and sequence.finish_reason is None]
+        failed = [sequence for sequence in alone if sequence.is_short_again()]
         return [self._end(sequence, "error", f"out of memory for a single token: {shortage}") for sequence in failed]
 
     def requeue_all(self) -> None:

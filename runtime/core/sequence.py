@@ -10,6 +10,7 @@ from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, Toke
 from runtime.core.block_manager import Chain
 from runtime.text.detokenizer import Detokenizer
 
+MOST_SHORTAGES = 3
 NO_SLOT = -1
 
 
@@ -60,6 +61,7 @@ class Sequence:
         num_cached_tokens: prompt tokens found in the prefix cache when it first ran, None before.
         arrived_at / queued_s: arrival on the monotonic clock; seconds until it first ran, None before.
         num_prompt_logprobs: prompt positions, from 1, whose log-probabilities were emitted.
+        num_shortages: steps of one of its tokens alone that ran out of memory since one did not.
         finish_reason / stop_reason / error: why it ended; None while it is unfinished.
         ending_ids: tokens that end it.
     """
@@ -84,6 +86,7 @@ class Sequence:
     queued_s: float | None = None
     num_prompt_logprobs: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    num_shortages: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -92,6 +95,14 @@ class Sequence:
     def __post_init__(self) -> None:
         params = self.request.params
         self.ending_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.request.eos_ids)))
+
+    def is_short_again(self) -> bool:
+        """Count a step of one token that ran out of memory; return whether too many did, one after another.
+
+        Another program may have taken the memory for a moment.
+        """
+        self.num_shortages += 1
+        return self.num_shortages >= MOST_SHORTAGES
 
     @property
     def is_running(self) -> bool:

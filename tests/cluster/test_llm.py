@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +172,25 @@ def test_an_interrupted_step_costs_other_streams_nothing(
     scheduler = llm._engine.assembled.controller.scheduler
     scheduler.check_integrity()
     assert not scheduler._in_flight
+
+
+def test_an_interrupt_after_a_step_loses_none_of_its_tokens(
+    llm: LLM, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, rounds = llm._engine.assembled.controller, count()
+    report = controller._report
+
+    def interrupted(*step: Any) -> None:
+        if next(rounds) == 1:
+            raise KeyboardInterrupt
+        report(*step)
+
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    head = list(next(stream).token_ids)
+    monkeypatch.setattr(controller, "_report", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+    assert head + [token for output in stream for token in output.token_ids] == reference[0]
 
 
 def test_a_dead_engine_ends_half_read_streams_too(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,3 +123,19 @@ def test_a_single_token_that_never_fits_ends_its_request_alone() -> None:
         name: ids for name, ids in expected.items() if name != failed
     }
     assert worker.shortages[-1] == 1
+
+
+class Passing(Small):
+    """Lacks memory for the sequence in slot *sick* only twice in a row with one token."""
+
+    def shortage(self) -> StepOutOfMemoryError:
+        if self.shortages[-2:] == [1, 1]:
+            self.sick = None
+        return super().shortage()
+
+
+def test_a_shortage_that_passes_ends_no_request() -> None:
+    expected, _ = run(FakeWorker(INFO, 8), REQUESTS)
+    worker = Passing(INFO, 8, 64, sick=2)
+    assert run(worker, REQUESTS) == (expected, {})
+    assert worker.shortages[-2:] == [1, 1]

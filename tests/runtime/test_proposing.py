@@ -9,6 +9,7 @@ from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.interfaces import DraftService, SequenceListener
 from protos.messages import Abort, Request
+from runtime.core.sequence import Sequence as EngineSequence
 from runtime.policy.batch_size import BatchSizePolicy
 from tests.support.distributed.fake_worker import make_request
 from tests.support.scheduling import OFF, fixed_k, make_scheduler, make_verdicts, started
@@ -67,6 +68,27 @@ class Listening(Scripted, SequenceListener):
 
     def prepare(self) -> None:
         self.calls.append(("prepare",))
+
+
+class WithoutWorker(BatchSizePolicy):
+    """Leaves the draft worker out, and asks the proposers in the controller process."""
+
+    worker: int | None = None
+
+    def num_draft_tokens(self, sequence: EngineSequence, source: int | None = None) -> int:
+        return 0 if source is not None and source == self.worker else super().num_draft_tokens(sequence, source)
+
+
+def test_proposers_prepare_while_the_worker_is_left_out() -> None:
+    listener = Listening(5, 6)
+    policy = WithoutWorker(SpeculativeConfig(method="any", num_speculative_tokens=2))
+    scheduler = started(make_request("a", [1, 2]), proposers=[listener], has_worker=True)
+    policy.worker = scheduler._worker_source
+    plan = scheduler.schedule(policy)
+    assert (plan.rows[0].k, plan.speculates) == (2, False)
+    listener.calls.clear()
+    scheduler.commit(plan, make_verdicts(plan, [5, 7]))
+    assert ("prepare",) in listener.calls
 
 
 def test_a_follower_is_told_of_every_sequence_from_arrival_to_end() -> None:

@@ -32,7 +32,8 @@ def test_a_draft_in_the_targets_process_is_what_that_waits_for() -> None:
 
 
 def plan(rows: int, length: int = 1, *, speculates: bool = True) -> RoundPlan:
-    return RoundPlan(0, [Row(slot, 5, length, 6, k=3) for slot in range(rows)], speculates=speculates)
+    k = 3 if speculates else 0
+    return RoundPlan(0, [Row(slot, 5, length, 6, k=k) for slot in range(rows)], speculates=speculates)
 
 
 def test_a_step_is_set_against_plain_steps_for_its_tokens() -> None:
