@@ -19,6 +19,7 @@ from protos.outputs import RequestOutput
 from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.stats import EngineStats
+from protos.validation import shown
 from runtime.frontend.outputs import Decode, OutputCollector, no_text
 from runtime.text.preprocessor import as_prompts
 from runtime.text.prompts import Prompt
@@ -179,6 +180,10 @@ class LLM:
         """Return the parameters of each of *count* prompts."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * count
+        if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}", "sampling_params"
+            )
         if len(params) != count:
             raise InvalidRequestError(
                 f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params"
@@ -259,9 +264,10 @@ class _ProgressBar:
         self._num_tokens = 0
         self._started = time.monotonic()
         if use_tqdm:
-            self._bar = (_tqdm() if use_tqdm is True else use_tqdm)(
-                total=num_prompts, desc="Processed prompts", dynamic_ncols=True
-            )
+            from tqdm import tqdm  # noqa: PLC0415 - only where a bar is shown
+
+            make: Callable[..., Any] = tqdm if use_tqdm is True else use_tqdm
+            self._bar = make(total=num_prompts, desc="Processed prompts", dynamic_ncols=True)
 
     def __enter__(self) -> "_ProgressBar":
         return self
@@ -278,13 +284,6 @@ class _ProgressBar:
         seconds = max(time.monotonic() - self._started, 1e-9)
         self._bar.set_postfix_str(f"{self._num_tokens / seconds:.1f} tokens/s", refresh=False)
         self._bar.update(1)
-
-
-def _tqdm() -> Callable[..., Any]:
-    from tqdm import tqdm  # noqa: PLC0415 - only where a bar is shown
-
-    bar: Callable[..., Any] = tqdm
-    return bar
 
 
 def _decoder(tokenizer: Any) -> Decode:

@@ -29,6 +29,10 @@ class InvalidRequestError(SlipstreamError, ValueError):
         self.param = param
 
 
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or the prompt and its answer, are longer than the context."""
+
+
 class EngineDeadError(SlipstreamError, RuntimeError):
     """The engine process is gone; requests in flight cannot be answered."""
 

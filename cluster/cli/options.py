@@ -4,14 +4,16 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import typer
 import yaml  # type: ignore[import-untyped]
 from pydantic.fields import FieldInfo
 
 from protos.config import aliases, argument_names
+from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
 from protos.validation import did_you_mean, why_unreadable
@@ -39,6 +41,8 @@ SHORT = {
     "spec_draft_tp": ("-spec-draft-tp",),
     "model_draft": ("-md",),
 }
+LISTS = frozenset({"served_model_name"})
+"""Engine arguments that may be repeated."""
 NO_GRPC = -1
 PORT_LIMITS: dict[str, Any] = {"min": 0, "max": 65535}
 SERVER_OPTIONS: dict[str, tuple[object, object, str, dict[str, Any]]] = {
@@ -72,16 +76,27 @@ def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
     flags = [spelling(name), *SHORT.get(name, ())]
     if name in argument_names.FLAGS:
         flags[0] += "/--no-" + name.replace("_", "-")
-    kind = bool | None if name in argument_names.FLAGS else str | None
+    several = list[str] if name in LISTS else str
+    kind = bool | None if name in argument_names.FLAGS else several | None
     option = typer.Option(
         None, *flags, help=shown, hidden=shown is None, show_default=False, rich_help_panel=ENGINE_PANEL
     )
     return _parameter(name, kind, option)
 
 
+def _with_default(option: argument_names.Option) -> str:
+    """Return the help of an engine argument, with its default if it has one."""
+    part = EngineConfig if option.part == "engine" else get_type_hints(EngineConfig)[option.part]
+    field = next(field for field in fields(part) if field.name == option.field)
+    default = getattr(field.default, "default", field.default)  # of pydantic's fields, or the value itself
+    if default in (None, (), False, MISSING) or "default" in option.help:
+        return option.help
+    return f"{option.help} [default: {'on' if default is True else default}]"
+
+
 def engine_options(*, but: tuple[str, ...] = ()) -> list[inspect.Parameter]:
     """Return an option for every engine argument except *but*; those that only redirect or warn are hidden."""
-    shown = {option.name: option.help for option in argument_names.KEPT}
+    shown = {option.name: _with_default(option) for option in argument_names.KEPT}
     shown[argument_names.SPECULATIVE] = SPECULATIVE_HELP
     shown |= {name: f"same as {spelling(key)[2:]}" for name, key in aliases.SHORTCUTS.items()}
     hidden = sorted(argument_names.NAMES - shown.keys())
@@ -161,7 +176,14 @@ def with_options(**groups: list[inspect.Parameter]) -> Decorator:
 
 def _taken(given: dict[str, Any], options: list[inspect.Parameter]) -> dict[str, Any]:
     values = {option.name: given.pop(option.name) for option in options}
+    for name in LISTS & values.keys():
+        values[name] = _given_once(values[name])
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _given_once(values: list[str] | None) -> object:
+    """Return the only value of an option that may be repeated, which may be JSON; several as they are."""
+    return values if values is None or len(values) > 1 else next(iter(values), None)
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -179,7 +201,8 @@ def _defaults(path: Path, known: set[str]) -> dict[str, Any]:
         name = argument_names.ALIASES.get(name, name)
         if name not in known or name == "config":
             raise ConfigError(f"{path}: unknown option {str(key)!r}{did_you_mean(name, known)}")
-        defaults[name] = json.dumps(value) if _is_json(name, value) else value
+        several = value if isinstance(value, list) else [value]
+        defaults[name] = several if name in LISTS else json.dumps(value) if _is_json(name, value) else value
     return defaults
 
 

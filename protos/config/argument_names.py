@@ -74,7 +74,7 @@ KEPT = (
     ),
     Option("spare_workers", "parallel", "spare_workers", "processes that wait to replace a lost target rank, on ray"),
     Option("seed", "engine", "seed", "makes the seeds of requests without one repeatable"),
-    Option("served_model_name", "engine", "served_model_name", "the name, or names, of the model in the API"),
+    Option("served_model_name", "engine", "served_model_name", "name of the model in the API; may be repeated"),
     Option("disable_log_stats", "engine", "disable_log_stats", "no summary lines", is_flag=True),
     Option("log_requests", "engine", "log_requests", "a log line for each request that ended", is_flag=True),
     Option("log_format", "engine", "log_format", "log lines as text or json"),

@@ -48,6 +48,7 @@ def create_app(engine: EngineClient, tokenizer: Decoder, metrics: Metrics, optio
 
 
 def _add_service_routes(app: FastAPI, context: RouteContext, prometheus: Metrics) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while requests are accepted, else 503."""

@@ -1,14 +1,16 @@
 """`POST /v1/chat/completions`: a conversation, rendered by the model's chat template."""
 
+import contextlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from protos.errors import InvalidRequestError
 from protos.messages import Request, TokenOutput
 from protos.sampling import SamplingParams
 from runtime.http.context import RouteContext
@@ -209,6 +211,23 @@ def _as_given(params: SamplingParams, num_prompt: int) -> SamplingParams:
     return params
 
 
+@contextlib.contextmanager
+def _named_as_sent(body: ChatCompletionRequest) -> Iterator[None]:
+    """Name the fields of a conversation in errors about the prompt and the limit that they became."""
+    names = {"prompt": "messages"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param not in names:
+            raise
+        text = str(error)
+        if error.param == "max_tokens":
+            text = text.replace(error.param, names[error.param], 1)
+        raise type(error)(text, names[error.param]) from None
+
+
 async def prepare_chat(
     context: RouteContext, body: ChatCompletionRequest, request_id: str, fit: Fit = _as_given
 ) -> Conversation:
@@ -221,8 +240,10 @@ async def prepare_chat(
     model = context.model_name(body.model)
     use = body.tool_use(context.options.tools)
     params = use.constrained(body.chat_sampling(context.options.sampling_defaults))
-    prompt = await context.engine.render_chat(body.messages, params, **body.template_options, **use.template_options)
-    with use.error_context():
+    with _named_as_sent(body):
+        options = body.template_options | use.template_options
+        prompt = await context.engine.render_chat(body.messages, params, **options)
+    with use.error_context(), _named_as_sent(body):
         requests = await context.engine.prepare(prompt, fit(params, len(prompt.token_ids)), request_id)
     return Conversation(request_id, model, context.with_options(requests, body), use)
 

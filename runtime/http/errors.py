@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from protos.errors import (
+    ContextLengthError,
     DeadlineExceededError,
     DrainingError,
     EngineDeadError,
@@ -93,7 +94,8 @@ def _internal(error: Exception) -> ApiError:
 
 def _from_slipstream(error: SlipstreamError) -> ApiError:
     if isinstance(error, InvalidRequestError):
-        return ApiError(400, str(error), error.param)
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, str(error), error.param, code)
     if isinstance(error, OverloadedError):
         return _overloaded(error)
     if isinstance(error, DeadlineExceededError):

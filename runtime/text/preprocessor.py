@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from protos.errors import InvalidRequestError
+from protos.errors import ContextLengthError, InvalidRequestError
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
@@ -137,7 +137,7 @@ class Preprocessor:
         check_text(text)
         limit = MAX_TRUNCATED_CHARS if is_truncated else self.max_model_len * self._longest_token
         if len(text) > limit:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"prompt has {len(text)} characters; {limit} is the most that fits the context of "
                 f"{self.max_model_len} tokens",
                 "prompt",
@@ -197,7 +197,7 @@ class Preprocessor:
         is_context = limit == self.max_model_len
         what = f"the context of {self.max_model_len}" if is_context else f"the KV cache of {self._capacity}"
         if prompt_len >= limit:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"prompt has {prompt_len} tokens, but {what} tokens must hold it and at least one of output; shorten "
                 "the prompt or set truncate_prompt_tokens",
                 "prompt",
@@ -206,7 +206,7 @@ class Preprocessor:
         wanted = params.min_tokens if params.max_tokens is None else params.max_tokens
         if wanted > room:
             name = "min_tokens" if params.max_tokens is None else "max_tokens"
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"{name} must be at most {room} with this prompt, got {wanted}: {what} tokens must hold the prompt's "
                 f"{prompt_len} and the output",
                 name,

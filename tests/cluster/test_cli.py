@@ -88,6 +88,17 @@ def test_switches_have_two_sides(served: list[tuple[EngineConfig, Any]]) -> None
     assert (config.cache.enable_prefix_caching, config.model.enforce_eager) == (False, True)
 
 
+@pytest.mark.parametrize(
+    "given", [["--served-model-name", '["a", "b"]'], ["--served-model-name=a", "--served-model-name=b"]]
+)
+def test_names_in_the_api(given: list[str], tmp_path: Path, served: list[tuple[EngineConfig, Any]]) -> None:
+    (tmp_path / "config.yaml").write_text("served_model_name: abc\n")
+    run("serve", "m", *given)
+    run("serve", "m", "--config", str(tmp_path / "config.yaml"))
+    run("serve", "m")
+    assert [config.served_model_name for config, _ in served] == [("a", "b"), ("abc",), ()]
+
+
 def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any]]) -> None:
     values = {
         "dtype": "half",

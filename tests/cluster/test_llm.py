@@ -174,6 +174,12 @@ def test_an_interrupted_step_costs_other_streams_nothing(
     assert not scheduler._in_flight
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, [{"max_tokens": 1}], "greedy"])
+def test_parameters_of_another_type(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams, or a list of them, got"):
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+
+
 def test_an_interrupt_after_a_step_loses_none_of_its_tokens(
     llm: LLM, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ CASES: list[tuple[str, Reader, str, str, Calls]] = [
     ("text behind", LlamaReader, call("f", "{}") + " done", "done", [("f", "{}")]),
     ("nothing", LlamaReader, " \n", " \n", []),
     ("list", ArrayReader, f"[ {call('f', ODD, 'parameters')} ,\n{call('g', '{}')} ]\n", "", [("f", ODD), ("g", "{}")]),
-    ("cut off", ArrayReader, f"[{call('f', '{}')}, " + '{"na', '{"na', [("f", "{}")]),
+    ("cut off", ArrayReader, f"[{call('f', '{}')}, " + '{"na', "", [("f", "{}")]),
     ("named", lambda: NamedReader("f"), ODD, "", [("f", ODD)]),
 ]
 IDS = [f"{make.__name__}-{name}" for name, make, *_ in CASES]

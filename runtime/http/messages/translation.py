@@ -22,7 +22,7 @@ def named_as_here() -> Iterator[None]:
         if error.param not in NAMES:
             raise
         name = NAMES[error.param]
-        raise InvalidRequestError(f"{name}{str(error).removeprefix(error.param)}", name) from None
+        raise type(error)(f"{name}{str(error).removeprefix(error.param)}", name) from None
 
 
 def conversation(body: CountTokensRequest) -> ChatCompletionRequest:

@@ -178,4 +178,4 @@ def fields_renamed() -> Iterator[None]:
         yield
     except InvalidRequestError as error:
         text = CHAT_NAME.sub(lambda match: CHAT_NAMES[match[0]], str(error))
-        raise InvalidRequestError(text, CHAT_PARAMS.get(error.param or "", error.param)) from None
+        raise type(error)(text, CHAT_PARAMS.get(error.param or "", error.param)) from None

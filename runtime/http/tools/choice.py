@@ -200,7 +200,7 @@ def _check(tools: Sequence[Tool]) -> None:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or NO_PARAMETERS
+    return tool.function.parameters or {**NO_PARAMETERS, "additionalProperties": False}
 
 
 def _calls_of(tools: Sequence[Tool], *, is_parallel: bool) -> dict[str, Any]:

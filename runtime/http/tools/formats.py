@@ -133,6 +133,9 @@ class ArrayReader(LlamaReader):
             self._state = self._text
         return bool(body)
 
+    def _release(self) -> None:
+        """Drop the beginning of a call that `max_tokens` cut off: it is no text for the user."""
+
     def _first_call(self) -> bool:
         return LlamaReader._after_call(self)
 

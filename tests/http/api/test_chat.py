@@ -73,6 +73,23 @@ def test_streamed_ids_add_up(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "fields", "param"),
+    [
+        ("hi " * LONG, {}, "messages"),
+        ("hi", {"max_completion_tokens": 2 * LONG}, "max_completion_tokens"),
+        ("hi", {"max_tokens": 2 * LONG}, "max_tokens"),
+    ],
+)
+def test_too_long_a_context_has_the_code_of_openai(
+    served: Served, content: str, fields: dict[str, int], param: str
+) -> None:
+    messages = [{"role": "user", "content": content}]
+    error = served.post("/v1/chat/completions", messages=messages, **fields).json()["error"]
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert error["message"].startswith(f"{param} must" if fields else "prompt has")
+
+
+@pytest.mark.parametrize(
     ("field", "value", "limit"), [("max_completion_tokens", -1, "least 1"), ("top_logprobs", 25, "most 20")]
 )
 def test_limits_are_named_as_they_were_sent(served: Served, field: str, value: int, limit: str) -> None:
@@ -169,7 +186,7 @@ def test_models(served: Served) -> None:
 
 
 def test_service_routes(served: Served) -> None:
-    assert httpx.get(served.url + "/health").status_code == 200
+    assert httpx.get(served.url + "/health").status_code == httpx.head(served.url + "/health").status_code == 200
     assert httpx.get(served.url + "/version").json() == {"version": "1.2.3"}
     document = httpx.get(served.url + "/openapi.json")
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} <= document.json()["paths"].keys()

@@ -1,6 +1,7 @@
 """Checks of structured outputs and tool calls: functions of a client and a model's name."""
 
 import asyncio
+import json
 from typing import Any, Literal
 
 import openai
@@ -110,6 +111,20 @@ def a_required_call(client: openai.OpenAI, model: str) -> None:
     assert final.choices[0].finish_reason == "tool_calls"
 
 
+def a_call_without_parameters(client: openai.OpenAI, model: str) -> None:
+    """A function that has none is called with none; a call that is cut off is no text."""
+    tool: Any = {"type": "function", "function": {"name": "now"}}
+    asked: Any = {"model": model, "messages": USER, "tools": [tool], "temperature": 1.3}
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        answer = strict(client.chat.completions.create(**asked, tool_choice=choice, max_tokens=ROOM, seed=1))
+        call = (answer.choices[0].message.tool_calls or ())[0]
+        assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "now", {})
+    cut = strict(client.chat.completions.create(**asked, tool_choice="required", max_tokens=5)).choices[0]
+    assert not cut.message.content
+    assert not cut.message.tool_calls
+    assert cut.finish_reason == "length"
+
+
 def a_call_that_cannot_be_described(client: openai.OpenAI, model: str) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
     with pytest.raises(openai.BadRequestError, match="tools cannot be called as they are described") as refused:
@@ -138,6 +153,7 @@ def a_form_and_tools_at_once(client: openai.OpenAI, model: str) -> None:
 
 
 STRUCTURED: tuple[Check, ...] = (
+    a_call_without_parameters,
     a_parsed_answer,
     an_async_parsed_answer,
     any_object,
