@@ -56,7 +56,8 @@ class DraftWeights(Protocol):
     def tensors(self, prefix: str = "") -> "dict[str, torch.Tensor]":
         """Read the draft's tensors, from the target's checkpoint if the draft is part of it.
 
-        Only those whose names begin with *prefix*, which is removed. Dtype as stored, on the CPU.
+        Only those whose names begin with *prefix*, which is removed. Dtype as stored, on the CPU. Quantised weights of
+        the target's checkpoint are dequantised.
         """
         ...
 

@@ -129,7 +129,8 @@ def read(config: Config, target_config: Config, shapes: Shapes) -> MtpSpec:
     Raises:
         ModelError: there are none, or they do not fit the model; names the tensor and both shapes.
     """
-    check_unquantised(FORMAT, config)
+    if config != target_config:  # else they were dequantised as the target's own weights
+        check_unquantised(FORMAT, config)
     plain, target = speculators.flattened(config), target_of(target_config)
     check_vocabulary(FORMAT, integer(FORMAT, plain, "vocab_size"), target)
     heads = {name: shape for name, shape in shapes.items() if name.startswith(prefixes(config))}

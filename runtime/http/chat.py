@@ -256,4 +256,4 @@ async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> Comple
     prompt_ids = chat.requests[0].prompt_token_ids if body.return_token_ids else UNSET
     envelope = ChatEnvelope(kind, chat.id, int(time.time()), chat.model, prompt_ids)
     spec_metrics, origins = context.spec_metrics(body), context.origins(body)
-    return CompletionJob([chat.requests], choices, envelope, body.wants_usage, spec_metrics, origins)
+    return CompletionJob([chat.requests], choices, envelope, body.stream_usage, spec_metrics, origins)

@@ -106,7 +106,7 @@ async def completion_job(context: RouteContext, body: CompletionRequest) -> Comp
         await asyncio.sleep(0)  # let other requests' tokens through while a large batch is prepared
     envelope = CompletionEnvelope(request_id, int(time.time()), model)
     spec_metrics, origins = context.spec_metrics(body), context.origins(body)
-    return CompletionJob(groups, choices, envelope, body.wants_usage, spec_metrics, origins)
+    return CompletionJob(groups, choices, envelope, body.stream_usage, spec_metrics, origins)
 
 
 def _echoed(prompt: str | list[int], request: Request, texts: TokenTexts) -> str:

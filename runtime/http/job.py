@@ -16,7 +16,7 @@ from runtime.http.origins import OriginRecorder
 from runtime.http.output_recorder import OutputRecorder
 from runtime.http.render import speculation, usage
 from runtime.http.responses import ResponseMetrics, Usage
-from runtime.http.schemas import SpecMetrics
+from runtime.http.schemas import SpecMetrics, StreamUsage
 
 
 class Choice(ABC):
@@ -89,7 +89,7 @@ class CompletionJob:
     groups: Sequence[Sequence[Request]]
     choices: Sequence[Choice]
     envelope: Envelope
-    wants_usage: bool = False
+    stream_usage: StreamUsage = "none"
     spec_metrics: SpecMetrics = "none"
     origins: OriginRecorder | None = None
     timeout_s: float | None = None
@@ -108,6 +108,12 @@ class CompletionJob:
             cached += self.choices[first].num_cached
             first += len(group)
         return usage(self.groups, sum(choice.num_tokens for choice in self.choices), cached)
+
+    def chunk_usage(self) -> Usage | UnsetType | None:
+        """Return the usage of a chunk that is not the last: null where only that has it."""
+        if self.stream_usage == "all":
+            return self.usage()
+        return None if self.stream_usage == "last" else UNSET
 
     def add(self, delta: Delta) -> Choice:
         """Add the output of a step to its choice; return the choice."""

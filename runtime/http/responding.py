@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request as HttpRequest
-from msgspec import UNSET
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
@@ -107,19 +106,18 @@ class ChunkWriter(EventWriter):
         job = self.job
         touched = {choice.index: choice for choice in [job.add(delta) for delta in batch]}
         pending = [choice for choice in touched.values() if choice.has_pending]
-        is_over = not job.wants_usage and all(choice.finish_reason is not None for choice in job.choices)
-        no_usage = None if job.wants_usage else UNSET
+        is_over = job.stream_usage == "none" and all(choice.finish_reason is not None for choice in job.choices)
+        usage = job.chunk_usage()
         return [
-            _chunk(
-                job.envelope.wrap([choice.flush()], no_usage, job.metrics(is_last=is_over and choice is pending[-1]))
-            )
+            _chunk(job.envelope.wrap([choice.flush()], usage, job.metrics(is_last=is_over and choice is pending[-1])))
             for choice in pending
         ]
 
     def finish(self) -> list[bytes]:
         """Return usage and statistics, if requested, and the end mark."""
         job = self.job
-        return [*([_chunk(job.envelope.wrap([], job.usage(), job.metrics()))] if job.wants_usage else []), DONE]
+        last = [] if job.stream_usage == "none" else [_chunk(job.envelope.wrap([], job.usage(), job.metrics()))]
+        return [*last, DONE]
 
     def fail(self, error: ApiError) -> list[bytes]:
         """Return the error and the end mark."""

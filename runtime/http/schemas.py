@@ -45,6 +45,7 @@ def _checked_prompt(value: object) -> object:
 
 
 SpecMetrics = Literal["none", "summary", "detailed"]
+StreamUsage = Literal["none", "last", "all"]
 STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -65,9 +66,10 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`, and vLLM's `continuous_usage_stats`: usage in every chunk, too."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class SpeculativeOptions(BaseModel):
@@ -148,9 +150,11 @@ class GenerationRequest(RequestBody, StructuredFields, SamplingFields):
     """Sampling fields with another meaning at this endpoint."""
 
     @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def stream_usage(self) -> StreamUsage:
+        """Which chunks of a stream have the usage."""
+        if self.stream_options is None or not self.stream_options.include_usage:
+            return "none"
+        return "all" if self.stream_options.continuous_usage_stats else "last"
 
     @property
     def speculation_override(self) -> SpeculationOverride:

@@ -20,7 +20,11 @@ from protos.errors import ModelError
 from workers.attention.backend import NAME
 from workers.model.capture import decoder_layers
 from workers.weights.building import on_meta
+from workers.weights.finding import NOT_READ
 from workers.weights.load import fill
+from workers.weights.quantized.formats import format_of
+from workers.weights.quantized.stored import QuantizedFormat, parts_of
+from workers.weights.reader import open_tensors
 from workers.weights.wrapped import read_language_config
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
@@ -137,7 +141,13 @@ class DraftCheckpoint:
 
     def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """See `DraftWeights`. Raises `ModelError` if files are damaged, or contain anything but tensors."""
-        return {name.removeprefix(prefix): tensor for name, tensor in read_tensors(self.source, prefix)}
+        quantized = format_of(self.config.get("quantization_config")) if self.config == self.target_config else None
+        found = (
+            read_tensors(self.source, prefix)
+            if quantized is None
+            else read_values(self.source, prefix, quantized, self.dtype)
+        )
+        return {name.removeprefix(prefix): tensor for name, tensor in found}
 
     def embedding(self) -> nn.Module:
         """See `DraftWeights`."""
@@ -162,6 +172,23 @@ def read_tensors(folder: Path, prefix: str = "") -> Iterator[tuple[str, torch.Te
         raise ModelError(f"{folder}: there are no weights (*.safetensors, *.bin, *.pt)")
     for path in safe or saved:
         yield from _read_safe(path, prefix) if safe else _read_saved(path, prefix)
+
+
+def read_values(
+    folder: Path, prefix: str, quantized: QuantizedFormat, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `read_tensors`, from safetensors; weights that are stored quantised are dequantised to *dtype*."""
+    with open_tensors(folder) as tensors:
+        names = [name for name in tensors.files if name.startswith(prefix)]
+        parts: set[str] = set()
+        for weight in sorted({f"{name.rpartition('.')[0]}.weight" for name in names}):
+            found = quantized.find(weight, tensors)
+            if found is not None:
+                parts.update(parts_of(weight, tensors))
+                yield weight, found.read(0, 0, found.shape[0]).to(dtype)
+        for name in names:
+            if name not in parts and not NOT_READ.search(name):
+                yield name, tensors.read(name)
 
 
 def _read_safe(path: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -243,14 +243,20 @@ def open_checkpoint(folder: Path, config: Any, prefix: str) -> Iterator[Checkpoi
         ModelError: a file is damaged, or its quantisation is not supported. Raised while weights are read, too.
     """
     quantized = format_of(getattr(config, "quantization_config", None))
+    with open_tensors(folder) as tensors:
+        yield Checkpoint(tensors, read_renaming(str(config.model_type), tensors.files), prefix, quantized)
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[StoredTensors]:
+    """Open the files of the checkpoint in *folder*. Raises `ModelError` as `open_checkpoint`."""
     with ExitStack() as files:
         try:
             stored: dict[str, Any] = {}
             for path in _files(folder):
                 file = files.enter_context(safe_open(path, "pt"))
                 stored.update(dict.fromkeys(file.keys(), file))
-            renaming = read_renaming(str(config.model_type), stored)
-            yield Checkpoint(StoredTensors(stored), renaming, prefix, quantized)
+            yield StoredTensors(stored)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
 

@@ -47,7 +47,7 @@ async def _answer(context: RouteContext, http: Request, body: MessagesRequest) -
     choice = MessageChoice(body_of_chat, context.texts, chat.use, body.max_tokens)
     spec_metrics, origins = context.spec_metrics(body_of_chat), context.origins(body_of_chat)
     envelope = MessageEnvelope(chat.id, chat.model)
-    job = CompletionJob([chat.requests], [choice], envelope, True, spec_metrics, origins)
+    job = CompletionJob([chat.requests], [choice], envelope, "last", spec_metrics, origins)
     return await respond(context, http, body_of_chat, job, lambda job: MessageEventWriter(job, choice))
 
 

@@ -165,7 +165,7 @@ async def response_job(context: RouteContext, body: ResponsesRequest, chat: Chat
     envelope = ResponseEnvelope(opening, EventList() if chat.stream else NoEvents())
     answer = ResponseAnswer(chat, context.texts, conversation.use, envelope.events)
     spec_metrics, origins = context.spec_metrics(chat), context.origins(chat)
-    return CompletionJob([conversation.requests], [answer], envelope, False, spec_metrics, origins)
+    return CompletionJob([conversation.requests], [answer], envelope, "none", spec_metrics, origins)
 
 
 def _opening(body: ResponsesRequest, response_id: str, model: str, params: SamplingParams) -> ResponseObject:

@@ -61,6 +61,16 @@ def test_ids_on_demand(served: Served, stream: bool) -> None:
         assert tokenizer().decode([*chain.from_iterable(extra["token_ids"] for extra in mine)]) == expected(prompt, 8)
 
 
+def test_usage_in_every_chunk(served: Served) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = served.client.completions.create(
+        model="fake", prompt=PROMPT, max_tokens=20, stream=True, stream_options=options
+    )
+    counts = [part.usage.completion_tokens for part in stream if part.usage is not None]
+    assert len(counts) > 2
+    assert (counts, counts[-2:]) == (sorted(counts), [20, 20])
+
+
 def test_no_usage_chunk_unasked(served: Served) -> None:
     chunks = list(served.client.completions.create(model="fake", prompt=PROMPT, max_tokens=4, stream=True))
     assert all(len(chunk.choices) == 1 for chunk in chunks)
