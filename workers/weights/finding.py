@@ -18,6 +18,9 @@ NOT_READ = re.compile(
 )
 """In decoder layers: rotary frequencies and causal masks, which are computed; scales of activations and KV cache."""
 
+QUANTIZED = re.compile(r"\.(?:qweight|weight_packed|weight_scale|weight_scale_inv)$")
+"""Parts of quantised weights."""
+
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<layer>\d+)$")
 """The path of a decoder layer."""
 
@@ -43,10 +46,24 @@ def find_all(name: str, tensors: Mapping[str, torch.Tensor], checkpoint: "Checkp
                 f"{name}: {full} should be {list(tensor.shape)}, but the checkpoint has {list(stored.shape)}"
             )
         found[id(tensor)] = full, stored
-    missing = sorted(full for full, tensor in tensors.items() if id(tensor) not in found)
+    missing = [full for full, tensor in tensors.items() if id(tensor) not in found]
     if missing:
-        raise ModelError(f"{name}: {len(missing)} weights are missing from the checkpoint, the first is {missing[0]}")
+        check_missing(name, missing, checkpoint.unread())
     return dict(found.values())
+
+
+def check_missing(name: str, missing: Iterable[str], others: Iterable[str]) -> None:
+    """Raise `ModelError` if weights are *missing*; *others* are the tensors in the checkpoint that were not read."""
+    if wanted := sorted(missing):
+        reason = f"{len(wanted)} weights are missing from the checkpoint, the first is {wanted[0]}"
+        raise ModelError(f"{name}: {reason}{_hint(others)}")
+
+
+def _hint(names: Iterable[str]) -> str:
+    """Return what to add to an error if the tensors *names* are parts of quantised weights."""
+    if not any(map(QUANTIZED.search, names)):
+        return ""
+    return "; it has quantised weights, but no quantization_config in its config.json that says how to read them"
 
 
 def check_left_over(name: str, model: Any, names: Iterable[str]) -> None:
@@ -75,7 +92,7 @@ def check_left_over(name: str, model: Any, names: Iterable[str]) -> None:
     if left:
         raise ModelError(
             f"{name}: the checkpoint has {len(left)} tensors in its decoder layers that model_type "
-            f"{model.config.model_type!r} does not have, the first is {left[0]}"
+            f"{model.config.model_type!r} does not have, the first is {left[0]}{_hint(left)}"
         )
 
 

@@ -286,5 +286,5 @@ def are_equal(first: StoredWeight | None, second: StoredWeight | None) -> bool:
         return True
     blocks = ((start, min(start + ROWS_COMPARED, first.shape[0])) for start in range(0, first.shape[0], ROWS_COMPARED))
     return first.shape == second.shape and all(
-        torch.equal(first.read(0, *block), second.read(0, *block)) for block in blocks
+        torch.equal(first.read(0, *block).float(), second.read(0, *block).float()) for block in blocks
     )

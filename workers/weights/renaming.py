@@ -33,8 +33,8 @@ def read_renaming(model_type: str, names: Iterable[str]) -> Renaming:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: PLC0415 - slow to import
 
     transforms = get_checkpoint_conversion_mapping(model_type) or []
+    renaming = [one for one in transforms if not getattr(one, "operations", None)]
     joining = [one for one in transforms if getattr(one, "operations", None)]
-    renaming = [one for one in transforms if one not in joining]
     weights = {f"{name.rpartition('.')[0]}.weight" for name in names}
     pairs = ((_renamed(name, renaming, HEADS.get(model_type)), name) for name in weights.union(names))
     return Renaming({name: stored for name, stored in pairs if name != stored}, _parts(joining))

@@ -56,3 +56,15 @@ def test_a_bias_of_gptq(value: float, tmp_path: Path) -> None:
             load(ModelConfig(name))
     else:
         assert "gptq" in " ".join(load(ModelConfig(name)).notes)
+
+
+@pytest.mark.parametrize("parts", [("qweight", "scales"), ("weight", "weight_scale")])
+def test_quantised_weights_that_the_config_does_not_describe(parts: tuple[str, str], tmp_path: Path) -> None:
+    """As old checkpoints of GPTQ and ModelOpt, which describe them in a file of their own."""
+    path = build("llama", tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    weight = tensors.pop("model.layers.1.mlp.down_proj.weight")
+    tensors |= {f"model.layers.1.mlp.down_proj.{part}": weight.clone() for part in parts}
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ModelError, match="it has quantised weights, but no quantization_config"):
+        load(ModelConfig(str(tmp_path)))
