@@ -56,7 +56,7 @@ def _check_own_reader(model: Path) -> None:
         each.set_attn_implementation("eager")
         with torch.no_grad():
             logits.append(each(input_ids=torch.tensor(PROMPTS[:1]), use_cache=False).logits)
-    assert torch.equal(*logits)
+    torch.testing.assert_close(*logits, rtol=0.0, atol=1e-4)  # equal weights may have other strides
 
 
 def _check_tokens(model: Path) -> None:
