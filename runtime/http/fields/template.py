@@ -13,9 +13,10 @@ MOST_VALUES = 16
 RESERVED = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs", "self", "params", "tokenizer",
+    "escape",
 })  # fmt: skip
-"""Names that `apply_chat_template` and templates give a meaning of their own."""
+"""Parameters of `apply_chat_template` and of what calls it: these have a meaning of their own."""
 NAMES = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 
 

@@ -1,10 +1,16 @@
 """Options of the chat template in requests: small values only, and never special tokens."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.http.fields.template import RESERVED
+from runtime.text.chat import render_chat
+from runtime.text.preprocessor import Preprocessor
 from tests.support.serving.fake_engine import TEMPLATE, expected, ids, tokenizer
 from tests.support.serving.http_server import Served
 
@@ -63,6 +69,14 @@ def test_what_could_do_more_is_refused(served: Served, given: Any, words: str) -
     error = answer.json()["error"]
     assert error["param"] == "chat_template_kwargs"
     assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "function", [PreTrainedTokenizerBase.apply_chat_template, render_chat, Preprocessor.chat, AsyncEngine.render_chat]
+)
+def test_no_parameter_of_ours_is_taken_for_an_option(function: Callable[..., object]) -> None:
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(function).parameters.items()}
+    assert {name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD} <= RESERVED
 
 
 @pytest.mark.parametrize(
