@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer
 import yaml  # type: ignore[import-untyped]
 from pydantic.fields import FieldInfo
 
 from protos.config import aliases, argument_names
+from protos.config.arguments import PARTS
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
@@ -84,11 +85,22 @@ def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
     return _parameter(name, kind, option)
 
 
+@functools.cache
+def _defaults_of_fields() -> dict[tuple[str, str], object]:
+    """Return the default of each field of the configuration, by its part and its name; `MISSING` without one."""
+    parts: dict[str, Any] = {"engine": EngineConfig, **PARTS}
+    return {
+        (name, field.name): getattr(
+            field.default, "default", field.default
+        )  # of pydantic's fields, or the value itself
+        for name, part in parts.items()
+        for field in fields(part)
+    }
+
+
 def _with_default(option: argument_names.Option) -> str:
     """Return the help of an engine argument, with its default if it has one."""
-    part = EngineConfig if option.part == "engine" else get_type_hints(EngineConfig)[option.part]
-    field = next(field for field in fields(part) if field.name == option.field)
-    default = getattr(field.default, "default", field.default)  # of pydantic's fields, or the value itself
+    default = _defaults_of_fields()[option.part, option.field]
     if default in (None, (), False, MISSING) or "default" in option.help:
         return option.help
     return f"{option.help} [default: {'on' if default is True else default}]"
@@ -201,9 +213,15 @@ def _defaults(path: Path, known: set[str]) -> dict[str, Any]:
         name = argument_names.ALIASES.get(name, name)
         if name not in known or name == "config":
             raise ConfigError(f"{path}: unknown option {str(key)!r}{did_you_mean(name, known)}")
-        several = value if isinstance(value, list) else [value]
-        defaults[name] = several if name in LISTS else json.dumps(value) if _is_json(name, value) else value
+        defaults[name] = _as_option(name, value)
     return defaults
+
+
+def _as_option(name: str, value: object) -> object:
+    """Return a value of the file as it would come from the command line."""
+    if name in LISTS:
+        return value if isinstance(value, list) else [value]
+    return json.dumps(value) if _is_json(name, value) else value
 
 
 def _is_json(name: str, value: object) -> bool:

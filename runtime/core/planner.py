@@ -57,7 +57,7 @@ class Planner:
         self._max_scored = max(1, PROMPT_LOGITS // info.vocab_size)
         self._num_scored = 0  # prompt tokens whose logits are computed in this step
         self._worker_is_up = True  # whether the draft worker serves in this step
-        self.speculates = False  # whether any row may get draft tokens in this step
+        self.may_draft = False  # whether any row may get draft tokens in this step
         self._draft_needs = info.draft_needs
         self._max_model_len = info.max_model_len
         self._draft_places = info.draft_places
@@ -72,7 +72,7 @@ class Planner:
         self._num_scored = 0
         self._worker_is_up = worker_is_up
         policy.begin_step(queue.running)
-        self.speculates = policy.current > 0
+        self.may_draft = policy.current > 0
         num_preemptions = queue.num_preemptions
         scheduled = self._allocate_known(self._share_budget(policy))
         self._allocate_drafts(scheduled, policy)
@@ -120,7 +120,7 @@ class Planner:
 
     def _request_drafts(self, one: ScheduledSequence, policy: Policy, budget: int) -> None:
         """Set `k`. A tree may have more nodes than tokens are still to come, but all within the context's length."""
-        if not self.speculates:
+        if not self.may_draft:
             return
         sequence = one.sequence
         has_features = self._draft_needs == "none" or sequence.is_decoding
@@ -148,7 +148,7 @@ class Planner:
 
     def _allocate_drafts(self, scheduled: list[ScheduledSequence], policy: Policy) -> None:
         """Get the drafts of the controller's proposers, and blocks for all drafts as far as blocks are free."""
-        if self._proposers is not None and self.speculates:
+        if self._proposers is not None and self.may_draft:
             self._proposers.fill(scheduled, policy)
             for one in scheduled:
                 if one.draft is None:

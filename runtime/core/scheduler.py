@@ -172,7 +172,7 @@ class Scheduler:
                 outputs.append(self._commit_row(sequence, row, by_slot.get(row.slot)))
             if self._states is not None:
                 self._states.settle(row)
-        if self._planner.speculates and self.proposers is not None:
+        if self._planner.may_draft and self.proposers is not None:
             self.proposers.prepare()
         return [output for output in outputs if output is not None]
 

@@ -100,8 +100,7 @@ class StepClock:
         self.steps_s += seconds
         before, self._before = self._before, times
         draft_s = times.propose_s + times.transfer_s - before.propose_s - before.transfer_s
-        has_drafts = plan.speculates or any(row.k for row in plan.rows)
-        if not (has_drafts and self._target_s and plan.decodes):
+        if not (self._target_s and (plan.speculates or any(row.k for row in plan.rows)) and plan.decodes):
             return draft_s
         # What differs from a plain step: drafting, and the forward over draft tokens.
         score_s = times.score_s - before.score_s

@@ -53,27 +53,13 @@ class ChatEnvelope(Envelope):
         metrics: ResponseMetrics | UnsetType = UNSET,
     ) -> msgspec.Struct:
         """See `Envelope`."""
+        shared = (self.id, self.created, self.model, choices)
+        ids = self.prompt_token_ids
         if self.kind is ChatCompletionChunk:
             begins = any(choice.delta.role is not UNSET for choice in choices)
-            return ChatCompletionChunk(
-                self.id,
-                self.created,
-                self.model,
-                choices,
-                usage=usage,
-                metrics=metrics,
-                prompt_token_ids=self.prompt_token_ids if begins else UNSET,
-            )
-        return ChatCompletion(
-            self.id,
-            self.created,
-            self.model,
-            choices,
-            usage=usage,
-            metrics=metrics,
-            prompt_logprobs=choices[0].prompt_logprobs,
-            prompt_token_ids=self.prompt_token_ids,
-        )
+            return ChatCompletionChunk(*shared, usage=usage, metrics=metrics, prompt_token_ids=ids if begins else UNSET)
+        shown = choices[0].prompt_logprobs
+        return ChatCompletion(*shared, usage=usage, metrics=metrics, prompt_logprobs=shown, prompt_token_ids=ids)
 
 
 class ChatAnswer(Choice):
@@ -240,10 +226,9 @@ async def prepare_chat(
     model = context.model_name(body.model)
     use = body.tool_use(context.options.tools)
     params = use.constrained(body.chat_sampling(context.options.sampling_defaults))
-    with _named_as_sent(body):
-        options = body.template_options | use.template_options
-        prompt = await context.engine.render_chat(body.messages, params, **options)
+    options = body.template_options | use.template_options
     with use.error_context(), _named_as_sent(body):
+        prompt = await context.engine.render_chat(body.messages, params, **options)
         requests = await context.engine.prepare(prompt, fit(params, len(prompt.token_ids)), request_id)
     return Conversation(request_id, model, context.with_options(requests, body), use)
 

@@ -27,7 +27,7 @@ from workers.recurrent.mixers import adapt
 from workers.recurrent.pool import RecurrentShapes, bytes_per_state
 from workers.weights import families
 from workers.weights.building import BUILDING
-from workers.weights.finding import check_left_over, check_missing
+from workers.weights.finding import check_left_over, missing_error
 from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
 from workers.weights.keeping import AsValues, Keeper
 from workers.weights.load import load_whole
@@ -233,7 +233,8 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
         raise
     except (*UNREADABLE, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
-    check_missing(name, report["missing_keys"], report["unexpected_keys"])
+    if report["missing_keys"]:
+        raise missing_error(name, report["missing_keys"], report["unexpected_keys"])
     check_left_over(name, model, report["unexpected_keys"])
     return model.eval().requires_grad_(False).to(device)
 

@@ -1,7 +1,7 @@
 """Where each tensor of a model is in its checkpoint: none may be missing, and none of a decoder layer left over."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,15 +48,14 @@ def find_all(name: str, tensors: Mapping[str, torch.Tensor], checkpoint: "Checkp
         found[id(tensor)] = full, stored
     missing = [full for full, tensor in tensors.items() if id(tensor) not in found]
     if missing:
-        check_missing(name, missing, checkpoint.unread())
+        raise missing_error(name, missing, checkpoint.unread())
     return dict(found.values())
 
 
-def check_missing(name: str, missing: Iterable[str], others: Iterable[str]) -> None:
-    """Raise `ModelError` if weights are *missing*; *others* are the tensors in the checkpoint that were not read."""
-    if wanted := sorted(missing):
-        reason = f"{len(wanted)} weights are missing from the checkpoint, the first is {wanted[0]}"
-        raise ModelError(f"{name}: {reason}{_hint(others)}")
+def missing_error(name: str, missing: Collection[str], others: Iterable[str]) -> ModelError:
+    """Return the error for weights that are *missing*; *others* are the tensors that were not read."""
+    reason = f"{len(missing)} weights are missing from the checkpoint, the first is {min(missing)}"
+    return ModelError(f"{name}: {reason}{_hint(others)}")
 
 
 def _hint(names: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """Tiny random models of every supported family; the whole set takes seconds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -98,4 +99,12 @@ def perturb(source: Path, folder: Path, *, seed: int = 1, noise: float = 0.05) -
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=noise)
     model.save_pretrained(folder)
+    return folder
+
+
+def edit(folder: Path, name: str = "config.json", **changes: Any) -> Path:
+    """Change entries of a JSON file of a checkpoint, which is made if there is none; return *folder*."""
+    path = folder / name
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **changes}))
     return folder

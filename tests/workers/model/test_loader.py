@@ -1,6 +1,5 @@
 """Loading checkpoints, and errors that name the model and the reason."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,11 @@ from safetensors.torch import load_file, save_file
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
 from protos.layers import LayerShape
-from tests.support.models.tiny_models import build
+from tests.support.models.tiny_models import build, edit
 from workers.model import loader
 from workers.model.loader import load
 from workers.weights import hub as fetching
 from workers.weights.families import REFUSED, TESTED
-
-
-def edit(folder: Path, name: str = "config.json", **changes: Any) -> Path:
-    path = folder / name
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**content, **changes}))
-    return folder
 
 
 @pytest.fixture

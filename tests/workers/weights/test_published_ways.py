@@ -1,6 +1,5 @@
 """Ways in which published checkpoints differ from what `save_pretrained` writes; tokens are those of `transformers`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from protos.errors import ModelError
 from slipstream import SamplingParams
 from tests.support.distributed.tensor_parallel import VOCAB, check
 from tests.support.identity import Reference, assert_identical, generate
-from tests.support.models.tiny_models import build
+from tests.support.models.tiny_models import build, edit
 from workers.model.loader import load
 from workers.model.self_check import self_check
 from workers.weights.keeping import AsValues
@@ -26,12 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [[5, 9, 17, 5, 9, 17, 5, 9], [*range(3, 43)]]
 GROUP = 32
-
-
-def edit(folder: Path, **changes: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return folder
 
 
 def assert_tokens(folder: Path, meant: Path | None = None, **options: Any) -> None:
