@@ -33,7 +33,7 @@ SLOW_TESTS := tests/ray tests/ray_serve tests/distributed tests/exactness tests/
 	tests/cluster/test_process_workers.py tests/docs/test_snippets.py tests/proposers/demo_heads \
 	tests/gpu tests/proposers/formats/test_drafter_traps.py tests/proposers/test_every_proposer.py \
 	tests/proposers/test_model_free_engine.py tests/proposers/test_own_proposer.py tests/proposers/test_trees.py \
-	tests/runtime/test_async_engine.py tests/runtime/test_scheduler_machine.py tests/structured/test_engine.py \
+	tests/runtime/test_async_engine.py tests/runtime/core/test_scheduler_machine.py tests/structured/test_engine.py \
 	tests/workers/attention tests/workers/distributed tests/workers/draft tests/workers/gpu tests/workers/model \
 	tests/workers/quantization/test_experts.py tests/workers/recurrent tests/workers/sampling \
 	tests/workers/verification/test_rejection_engine.py tests/workers/weights/test_published.py
@@ -43,7 +43,7 @@ WORKER_GROUP_TESTS := tests/distributed tests/ray tests/workers/distributed test
 	tests/cluster/test_doctor.py
 PROPOSER_TESTS := tests/proposers tests/seeds tests/workers/draft tests/workers/attention tests/workers/model
 SERVING_TESTS := tests/http tests/grpc tests/docs tests/structured tests/ray_serve tests/cluster/test_bench_serve.py \
-	tests/cluster/deploy tests/runtime/test_logs.py tests/runtime/test_timing.py \
+	tests/cluster/deploy tests/runtime/test_logs.py tests/runtime/core/test_timing.py \
 	tests/runtime/test_monitoring_files.py
 CLUSTER_TESTS := tests/ray/test_machines.py tests/ray/test_machine_faults.py tests/ray/test_ray_up.py \
 	tests/ray/test_rollout.py tests/ray/test_chaos.py

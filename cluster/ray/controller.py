@@ -18,10 +18,12 @@ from cluster.transport.zmq_sockets import Endpoint, Socket, connect
 from protos.config.engine import EngineConfig, from_json, to_json
 from protos.interfaces import Executor
 from protos.progress import ProgressCallback
+from runtime.core.controller import Controller
 from runtime.frontend.channel import Report
 from runtime.frontend.controller_loop import serve_controller
 from runtime.frontend.controller_process import SocketInbox
 from runtime.frontend.silence import signs_of_life
+from runtime.heap import freeze_heap
 from runtime.metrics.logs import log_to_stderr
 from runtime.supervision.distributed_executor import DistributedExecutor
 
@@ -67,15 +69,18 @@ class ControllerActor(ActorBase):
             up.send(encoder.encode(report))
 
         with signs_of_life(upward):
-            succeeded = serve_controller(
-                lambda report: assemble.build(self._config, inbox, report, self._make_executor).controller, inbox, post
-            )
+            succeeded = serve_controller(lambda report: self._build(inbox, report), inbox, post)
         up.close(linger=LAST_REPORTS_MS)
         down.close()
         context.term()
         if not succeeded:
             logging.shutdown()
             os._exit(1)  # the frontend must see a failure
+
+    def _build(self, inbox: SocketInbox, report: ProgressCallback) -> Controller:
+        controller = assemble.build(self._config, inbox, report, self._make_executor).controller
+        freeze_heap()
+        return controller
 
     def _make_executor(self, config: EngineConfig, report: ProgressCallback) -> Executor:
         spares = Spares(self._placement, config.parallel.spare_workers, to_json(config))

@@ -24,6 +24,7 @@ from protos.config.engine import from_json, to_json
 from runtime.frontend.keys import TENANT
 from runtime.grpc.errors import StatusError, as_status
 from runtime.grpc.health import ALIVE, NOT_SERVING, SERVICE, SERVING
+from runtime.heap import freeze_heap
 from runtime.http.server.limits import GuardOptions
 
 RequestT = TypeVar("RequestT", bound=Message)
@@ -45,6 +46,7 @@ class Ingress:
     async def __init__(self, config: str, settings: str) -> None:  # type: ignore[misc]  # as Serve takes it
         self._replica = Replica(from_json(config), ServerArguments.model_validate_json(settings))
         await self._replica.start()
+        freeze_heap()
         self._answering = self._replica.answering()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

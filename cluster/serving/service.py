@@ -20,6 +20,7 @@ from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.heap import freeze_heap
 from runtime.http.context import ServerOptions
 from runtime.http.options import SafetyOptions
 from runtime.http.schemas import SpecMetrics
@@ -165,6 +166,7 @@ class _Service:
         context = ServerContext(self._engine, tokenizer, self._metrics, self._served)
         for frontend in self._frontends:
             await frontend.open(context)
+        freeze_heap()
         for line in described(self._config, info):
             log.info(line)
         log.info(self._ready_line(tokenizer))

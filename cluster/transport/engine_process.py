@@ -6,6 +6,7 @@ from protos.interfaces import Inbox
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller
 from runtime.frontend.controller_process import serve_child
+from runtime.heap import freeze_heap
 from runtime.metrics.logs import log_to_stderr
 
 
@@ -13,7 +14,9 @@ def build(config: str, inbox: Inbox, report: ProgressCallback) -> Controller:
     """Build the engine of *config*, JSON text, and return its controller."""
     parsed = from_json(config)
     log_to_stderr(parsed.log_format)
-    return assemble.build(parsed, inbox, report).controller
+    controller = assemble.build(parsed, inbox, report).controller
+    freeze_heap()
+    return controller
 
 
 def main() -> None:
