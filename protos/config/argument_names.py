@@ -115,7 +115,7 @@ IGNORED_FLAGS = frozenset({
 })  # fmt: skip
 # name -> (values that are accepted because they change nothing, what to do instead)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "load_format": (("auto", "safetensors"), "weights are loaded from safetensors only"),
+    "load_format": (("auto", "safetensors"), "weights are safetensors, or pytorch_model.bin where there are none"),
     "hf_overrides": (({},), "edit the checkpoint's config.json instead"),
     "rope_scaling": (({},), "edit the checkpoint's config.json instead"),
     "rope_theta": ((), "edit the checkpoint's config.json instead"),

@@ -30,7 +30,7 @@ from workers.model.windowed_runner import WindowedRunner
 from workers.recurrent.pool import NO_STATES, RecurrentShapes
 from workers.slots import SlotTable
 from workers.weights.building import BUILDING
-from workers.weights.hub import HEADS, fetch, fetch_tokenizer, fetch_without_layers, read_config
+from workers.weights.hub import HEADS, fetch, fetch_model, fetch_tokenizer, fetch_without_layers, read_config
 from workers.weights.quantizing import quantize_module
 
 
@@ -295,5 +295,6 @@ def _load_module(
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
     is_eager = _is_eager(config, speculative) or config.model.batch_invariant
     kv_dtype = stored_dtype(_kv_cache_dtype(config, speculative), dtype)
-    loaded = LoadedModule(module, dtype, kv_dtype, device, (folder or source, fetch(config.model)), (speculative,))
+    folders = folder or source, fetch_model(config.model)
+    loaded = LoadedModule(module, dtype, kv_dtype, device, folders, (speculative,))
     return ModuleDraft(loaded, spec, width, is_eager, speculative.kv_window)

@@ -4,7 +4,6 @@ Checkpoints are safetensors, or files of `torch.save`, which are read without ru
 """
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 
@@ -20,6 +18,7 @@ from protos.errors import ModelError
 from workers.attention.backend import NAME
 from workers.model.capture import decoder_layers
 from workers.weights.building import on_meta
+from workers.weights.files import open_file
 from workers.weights.finding import NOT_READ
 from workers.weights.load import fill
 from workers.weights.quantized.formats import format_of
@@ -171,7 +170,9 @@ def read_tensors(folder: Path, prefix: str = "") -> Iterator[tuple[str, torch.Te
     if not safe and not saved:
         raise ModelError(f"{folder}: there are no weights (*.safetensors, *.bin, *.pt)")
     for path in safe or saved:
-        yield from _read_safe(path, prefix) if safe else _read_saved(path, prefix)
+        with open_file(path) as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+            yield from ((name, file.get_tensor(name)) for name in names)
 
 
 def read_values(
@@ -189,40 +190,3 @@ def read_values(
         for name in names:
             if name not in parts and not NOT_READ.search(name):
                 yield name, tensors.read(name)
-
-
-def _read_safe(path: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        with safe_open(path, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - no mapping
-                if name.startswith(prefix):
-                    yield name, weights.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-def _read_saved(path: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    content = _load(path)
-    if not isinstance(content, Mapping):
-        raise ModelError(f"{path} holds a {type(content).__name__}, not tensors by name")
-    for name, tensor in content.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ModelError(f"{path}: {name} is a {type(tensor).__name__}, not a tensor")
-        if str(name).startswith(prefix):
-            yield str(name), tensor
-
-
-def _load(path: Path) -> Any:
-    """Read a file of `torch.save`; the old format cannot be mapped into memory, and is read at once."""
-    try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ModelError(
-            f"{path} holds more than tensors, and would run code when loaded: it is not read "
-            f"({str(error).strip().splitlines()[0][:200]})"
-        ) from error
-    except (OSError, RuntimeError, EOFError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error

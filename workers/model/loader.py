@@ -1,4 +1,4 @@
-"""Loads a checkpoint: a Hub id or a folder. Reads only safetensors and runs no code from it."""
+"""Loads a checkpoint: a Hub id or a folder. Runs no code from it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -27,8 +27,9 @@ from workers.recurrent.mixers import adapt
 from workers.recurrent.pool import RecurrentShapes, bytes_per_state
 from workers.weights import families
 from workers.weights.building import BUILDING
+from workers.weights.files import SAFE, open_file
 from workers.weights.finding import check_left_over, missing_error
-from workers.weights.hub import INDEX, fetch, read_config, read_json, shards_by_tensor
+from workers.weights.hub import WEIGHTS, fetch_model, read_config, read_json, shards_by_tensor, weight_files
 from workers.weights.keeping import AsValues, Keeper
 from workers.weights.load import load_whole
 from workers.weights.wrapped import is_wrapped, read_language_config
@@ -65,7 +66,7 @@ def load(config: ModelConfig, group: Group | None = None) -> LoadedModel:
     families.check(described, config.model, config.max_model_len)
     device = pick_device(config.device)
     check_quantization(config, described, device)
-    folder = fetch(config)
+    folder = fetch_model(config)
     _check_weights(folder, config.model)
     dtype, notes = pick_dtype(config.dtype, described, folder, device)
     limit = context_length(described, config)
@@ -139,24 +140,17 @@ def pick_dtype(
 
 
 def _stored_dtype(folder: Path) -> str:
-    first = min(folder.glob("*.safetensors"))
-    try:
-        with safe_open(first, "pt") as weights:
-            kinds = [str(weights.get_slice(name).get_dtype()) for name in weights.keys()]  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{first} cannot be read: {error}") from error
+    with open_file(weight_files(folder, folder.name)[0]) as weights:
+        kinds = [str(weights.get_slice(name).get_dtype()) for name in weights.keys()]  # noqa: SIM118 - no mapping
     return next((kind for kind in kinds if kind in DTYPES), "F32")
 
 
 def _check_weights(folder: Path, name: str) -> None:
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"{name}: there are no *.safetensors files; other formats can run code when loaded and are not read. "
-            "Convert the checkpoint with save_pretrained"
-        )
     for shard in sorted(set(shards_by_tensor(folder, name).values())):
         if not (folder / shard).is_file():
-            raise ModelError(f"{name}: the shard {shard} named in {INDEX} is missing")
+            raise ModelError(f"{name}: the shard {shard} named in the index of its weights is missing")
+    if not weight_files(folder, name):
+        raise ModelError(f"{name}: there are no weights: none of {', '.join(WEIGHTS)}")
 
 
 def context_length(described: Mapping[str, Any], config: ModelConfig) -> int:
@@ -207,9 +201,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _needs_own_reader(folder: Path, name: str, keeper: Keeper) -> bool:
-    """Return whether `transformers` would load more than the language model, need a package, or hold all values."""
+    """Return whether `transformers` would load more than the language model, need a package, or hold all values.
+
+    Or read what torch saved.
+    """
     described = read_json(folder / "config.json", name)
-    return not isinstance(keeper, AsValues) or bool(described.get("quantization_config")) or is_wrapped(described)
+    is_plain = isinstance(keeper, AsValues) and not described.get("quantization_config") and not is_wrapped(described)
+    return not is_plain or any(path.suffix != SAFE for path in weight_files(folder, name))
 
 
 def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.device, keeper: Keeper) -> Any:

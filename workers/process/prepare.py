@@ -27,9 +27,9 @@ def _prepare_model(config: EngineConfig) -> None:
     from workers.attention.native import NativeAttention  # noqa: PLC0415 - as above
     from workers.native.build import load_function  # noqa: PLC0415
     from workers.weights.building import on_meta  # noqa: PLC0415
-    from workers.weights.hub import fetch  # noqa: PLC0415
+    from workers.weights.hub import fetch_model  # noqa: PLC0415
     from workers.weights.wrapped import read_language_config  # noqa: PLC0415
 
     load_function("exchange", "slipstream_join")
     load_function(*NativeAttention.KERNEL)
-    on_meta(read_language_config(fetch(config.model)))
+    on_meta(read_language_config(fetch_model(config.model)))

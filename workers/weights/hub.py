@@ -21,9 +21,12 @@ from workers.weights.wrapped import text_described
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+WEIGHTS = (INDEX, "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+"""Where the weights of a model are, the first that exists: an index of shards, or one file."""
 TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Configurations, indices, tokenizers and templates."""
 WANTED_FILES = ("*.safetensors", *TEXTS)
+SAVED_FILES = ("pytorch_model*.bin", *TEXTS)
 HEADS = (*WANTED_FILES, "*.bin", "*.pt")
 """Files of checkpoints of heads; read by `workers.draft.weights`."""
 UNWANTED_FILES = ("original/*", "consolidated*", "onnx/*")
@@ -54,6 +57,12 @@ def fetch(config: ModelConfig, patterns: Seq[str] = WANTED_FILES) -> Path:
     return _from_hub(config, functools.partial(snapshot_download, config.model, **wanted))
 
 
+def fetch_model(config: ModelConfig) -> Path:
+    """As `fetch`: safetensors, or what torch saved where there are none. Raises `ModelError`."""
+    folder = fetch(config)
+    return folder if any(folder.glob("*.safetensors")) else fetch(config, SAVED_FILES)
+
+
 def fetch_tokenizer(config: ModelConfig) -> Path:
     """Return the folder of the tokenizer that goes with a model; no weights are fetched. Raises `ModelError`."""
     if config.tokenizer is not None:
@@ -70,7 +79,7 @@ def fetch_without_layers(config: ModelConfig, described: Mapping[str, Any]) -> P
     shards = shards_by_tensor(fetch(config, TEXTS), config.model)
     num_layers = int(described.get("num_hidden_layers") or described.get("n_layer") or 0)
     ends = {shard for name, shard in shards.items() if not _is_of_a_layer(name, num_layers)}
-    return fetch(config, (*TEXTS, *sorted(ends)) if ends else WANTED_FILES)
+    return fetch(config, (*TEXTS, *sorted(ends))) if ends else fetch_model(config)
 
 
 def _is_of_a_layer(name: str, num_layers: int) -> bool:
@@ -84,16 +93,30 @@ def shards_by_tensor(folder: Path, name: str) -> Mapping[str, str]:
     Raises:
         ModelError: the index is damaged, or names files outside its folder.
     """
-    index = folder / INDEX
-    if not index.is_file():
+    index = _weights(folder)
+    if index is None or index.suffix != ".json":
         return {}
     shards = read_json(index, name).get("weight_map")
     if not isinstance(shards, dict):
         raise ModelError(f"{name}: {index.name} has no weight_map")
+    ending = Path(index.name.removesuffix(".index.json")).suffix
     for shard in sorted(set(map(str, shards.values()))):
-        if "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{name}: {index.name} names the shard {shard!r}; shards must be *.safetensors next to it")
+        if "/" in shard or "\\" in shard or not shard.endswith(ending):
+            raise ModelError(f"{name}: {index.name} names the shard {shard!r}; shards must be *{ending} next to it")
     return {str(tensor): str(shard) for tensor, shard in shards.items()}
+
+
+def weight_files(folder: Path, name: str) -> list[Path]:
+    """Return the files with a model's weights that are present: only some shards may have been fetched."""
+    found = _weights(folder)
+    if found is None or found.suffix != ".json":
+        return [] if found is None else [found]
+    shards = sorted(set(shards_by_tensor(folder, name).values()))
+    return [folder / shard for shard in shards if (folder / shard).is_file()]
+
+
+def _weights(folder: Path) -> Path | None:
+    return next((path for file in WEIGHTS if (path := folder / file).is_file()), None)
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads slices of weights from safetensors, by the names of the model's parameters.
+"""Reads slices of weights from a checkpoint, by the names of the model's parameters.
 
 Only requested slices are read, so a rank never holds more than its shard; quantised weights are dequantised one by one.
 Some names in checkpoints differ from the model's: with or without the base model's prefix, or with a wrapper's, and
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from protos.errors import ModelError
 from workers.quantization.weight import QuantizedWeight
-from workers.weights.hub import shards_by_tensor
+from workers.weights.files import open_file
+from workers.weights.hub import weight_files
 from workers.weights.quantized.formats import format_of
 from workers.weights.quantized.stored import DequantizedWeight, QuantizedFormat, StoredTensors, parts_of
 from workers.weights.renaming import Renaming, read_renaming
@@ -52,7 +53,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True)
 class PlainWeight:
-    """A weight that is stored as one tensor. `tensor` is its `PySafeSlice`."""
+    """A weight that is stored as one tensor. `tensor` is its `PySafeSlice`, or a `SavedSlice`."""
 
     tensor: Any
 
@@ -235,7 +236,7 @@ def open_checkpoint(folder: Path, config: Any, prefix: str) -> Iterator[Checkpoi
     """Open the checkpoint in *folder*.
 
     Args:
-        folder: with `model.safetensors`, or an index and its shards.
+        folder: with weights where `weight_files` finds them.
         config: its `transformers` config.
         prefix: of the names of the base model's parameters.
 
@@ -251,20 +252,14 @@ def open_checkpoint(folder: Path, config: Any, prefix: str) -> Iterator[Checkpoi
 def open_tensors(folder: Path) -> Iterator[StoredTensors]:
     """Open the files of the checkpoint in *folder*. Raises `ModelError` as `open_checkpoint`."""
     with ExitStack() as files:
+        stored: dict[str, Any] = {}
+        for path in weight_files(folder, folder.name):
+            file = files.enter_context(open_file(path))
+            stored.update(dict.fromkeys(file.keys(), file))
         try:
-            stored: dict[str, Any] = {}
-            for path in _files(folder):
-                file = files.enter_context(safe_open(path, "pt"))
-                stored.update(dict.fromkeys(file.keys(), file))
             yield StoredTensors(stored)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the files that are present: only some shards may have been fetched."""
-    shards = sorted(set(shards_by_tensor(folder, folder.name).values()))
-    return [folder / shard for shard in shards if (folder / shard).is_file()] or [folder / "model.safetensors"]
 
 
 def read_slice(stored: StoredWeight, part: "TensorSlice | None", dtype: torch.dtype) -> torch.Tensor:

@@ -5,10 +5,12 @@ prefixes in `PREFIXES`.
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from protos.errors import ModelError
+from workers.weights.files import open_file
 
 WRAPPERS = frozenset({
     "gemma3", "gemma4", "mistral3", "llava", "llava_next", "llava_onevision", "internvl", "aya_vision",
@@ -66,10 +68,7 @@ def read_language_config(folder: Path) -> Any:
 
 def _names(folder: Path) -> frozenset[str]:
     found: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                found.update(file.keys())
-        except (OSError, SafetensorError):
-            continue  # reported when weights are read
+    for path in [*folder.glob("*.safetensors")] or folder.glob("pytorch_model*.bin"):
+        with suppress(ModelError), open_file(path) as file:  # reported when weights are read
+            found.update(file.keys())
     return frozenset(found)

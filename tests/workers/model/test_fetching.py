@@ -18,7 +18,7 @@ from tests.support.models import tiny_models
 from tests.workers.draft.test_weights import CPU, FAMILIES, assert_ends
 from workers.draft.weights import CheckpointEnds, read_tensors
 from workers.weights import hub as fetching
-from workers.weights.hub import fetch, fetch_tokenizer, fetch_without_layers, read_config, shards_by_tensor
+from workers.weights.hub import fetch, fetch_model, fetch_tokenizer, fetch_without_layers, read_config, shards_by_tensor
 
 NAME = "someone/model"
 
@@ -95,6 +95,20 @@ def test_heads_inside_the_target_are_fetched(hub: Hub) -> None:
 def test_one_file_is_fetched_whole(hub: Hub) -> None:
     tiny_models.build("llama", hub.source)
     assert (ends(NAME) / "model.safetensors").is_file()
+
+
+def test_what_torch_saved_is_fetched_where_there_are_no_safetensors(hub: Hub) -> None:
+    tiny_models.build("llama", hub.source)
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
+    index = {name: f"pytorch_model-{number}.bin" for number, name in enumerate(names)}
+    for name, shard in index.items():
+        torch.save({name: torch.ones(2)}, hub.source / shard)
+    (hub.source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    assert not list(fetch_model(ModelConfig(model=NAME)).glob("*.bin"))
+    (hub.source / "model.safetensors").unlink()
+    (hub.cache / "model.safetensors").unlink()
+    assert [path.name for path in ends(NAME).glob("*.bin")] == ["pytorch_model-0.bin"]
+    assert len(list(fetch_model(ModelConfig(model=NAME)).glob("*.bin"))) == 2
 
 
 def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:

@@ -80,11 +80,64 @@ def test_cuda_without_cuda(llama: Path) -> None:
     assert "torch sees no CUDA device" in refusal(llama, device="cuda")
 
 
-def test_only_safetensors(llama: Path) -> None:
-    weights = load_file(llama / "model.safetensors")
-    torch.save(weights, llama / "pytorch_model.bin")
-    (llama / "model.safetensors").unlink()
-    assert "there are no *.safetensors files" in refusal(llama)
+def saved_by_torch(folder: Path, *, in_shards: bool, **more: Any) -> None:
+    """Write the weights in *folder*, and *more*, as torch saves them, and remove the safetensors."""
+    weights = load_file(folder / "model.safetensors") | more
+    (folder / "model.safetensors").unlink()
+    if not in_shards:
+        torch.save(weights, folder / "pytorch_model.bin")
+        return
+    names = sorted(weights)
+    parts = {"pytorch_model-1.bin": names[::2], "pytorch_model-2.bin": names[1::2]}
+    for shard, part in parts.items():
+        torch.save({name: weights[name] for name in part}, folder / shard, _use_new_zipfile_serialization=False)
+    index = {name: shard for shard, part in parts.items() for name in part}
+    edit(folder, "pytorch_model.bin.index.json", weight_map=index)
+
+
+def weights_of(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = load(ModelConfig(model=str(folder), device="cpu", **options)).model.state_dict()
+    return weights
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+@pytest.mark.parametrize(
+    ("family", "computed"), [("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("gpt2", "h.0.attn.bias")]
+)
+def test_what_torch_saved_is_read(family: str, computed: str, in_shards: bool, tmp_path: Path) -> None:
+    """The same weights as from safetensors, whatever was stored of what is computed."""
+    folder = build(family, tmp_path / family, tie_word_embeddings=True)
+    wanted = weights_of(folder)
+    saved_by_torch(folder, in_shards=in_shards, **{computed: torch.zeros(4)})
+    found = weights_of(folder)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    edit(folder, dtype=None, torch_dtype=None)  # then the dtype is that of the weights
+    assert {weight.dtype for weight in weights_of(folder).values()} == {torch.float32}
+    assert "quantised to int8" in " ".join(load(ModelConfig(model=str(folder), quantization="int8")).notes)
+
+
+def test_safetensors_come_first(llama: Path) -> None:
+    (llama / "pytorch_model.bin").write_bytes(b"not read")
+    edit(llama, "pytorch_model.bin.index.json", weight_map={"lm_head.weight": "not-there.bin"})
+    assert load(ModelConfig(model=str(llama))).vocab_size == 96
+
+
+class Code:
+    """Would run when unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("it ran",)
+
+
+def test_code_among_weights_is_refused(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_by_torch(llama, in_shards=False, more=Code())
+    assert "pytorch_model.bin holds more than tensors, and would run code" in refusal(llama)
+    assert "it ran" not in capsys.readouterr().out
+    (llama / "pytorch_model.bin").write_bytes(b"damaged")
+    assert "pytorch_model.bin" in refusal(llama)
+    (llama / "pytorch_model.bin").unlink()
+    assert "there are no weights: none of model.safetensors.index.json, model.safetensors, pytorch" in refusal(llama)
 
 
 def test_missing_weights(llama: Path) -> None:
@@ -108,7 +161,7 @@ def test_shards_lie_beside_their_index(llama: Path, shard: str) -> None:
 
 def test_missing_shard(llama: Path) -> None:
     edit(llama, "model.safetensors.index.json", weight_map={"lm_head.weight": "model-2.safetensors"})
-    assert "the shard model-2.safetensors named in model.safetensors.index.json is missing" in refusal(llama)
+    assert "the shard model-2.safetensors named in the index of its weights is missing" in refusal(llama)
 
 
 @pytest.mark.parametrize(

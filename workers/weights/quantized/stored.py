@@ -20,7 +20,7 @@ PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_zero_point", "wei
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors of an open checkpoint. `files`: the open safetensors file of each."""
+    """The tensors of an open checkpoint. `files`: the open file of each; see `open_file`."""
 
     files: Mapping[str, Any]
 
@@ -28,7 +28,7 @@ class StoredTensors:
         return name in self.files
 
     def slice_of(self, name: str) -> Any:
-        """Return the `PySafeSlice` of a tensor, which reads parts of it."""
+        """Return the `PySafeSlice` or `SavedSlice` of a tensor, which reads parts of it."""
         return self.files[name].get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
