@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PARTS = ("protos", "proposers", "workers", "runtime", "cluster")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-ONLY_ERRORS = {"workers/draft/weights.py": {"UnpicklingError"}}
+ONLY_ERRORS = {"workers/weights/files.py": {"UnpicklingError"}}
 """Files that may import `pickle`, and what they may use of it."""
 EVALUATORS = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
 GUARDS = ("runtime/http/server", "runtime/frontend/keys.py", "protos/sampling.py",

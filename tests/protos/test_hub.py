@@ -172,6 +172,6 @@ def test_a_connection_that_breaks_later(online: pytest.MonkeyPatch) -> None:
         raise httpx2.ReadError("gone")
 
     online.setattr("workers.weights.hub.unreachable", lambda: None)
-    online.setattr("workers.weights.hub.hf_hub_download", broken)
+    online.setattr("workers.weights.hub.snapshot_download", broken)
     with pytest.raises(ModelError, match=f"^{NAME}: cannot be fetched from the Hub: ReadError: gone$"):
         read_config(ModelConfig(NAME))

@@ -18,13 +18,13 @@ from protos.errors import ModelError
 from workers.attention.backend import NAME
 from workers.model.capture import decoder_layers
 from workers.weights.building import on_meta
+from workers.weights.described import read_language_config
 from workers.weights.files import open_file
 from workers.weights.finding import NOT_READ
 from workers.weights.load import fill
 from workers.weights.quantized.formats import format_of
 from workers.weights.quantized.stored import QuantizedFormat, parts_of
 from workers.weights.reader import open_tensors
-from workers.weights.wrapped import read_language_config
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 """Files that trainers write next to the weights."""

@@ -27,12 +27,13 @@ from workers.recurrent.mixers import adapt
 from workers.recurrent.pool import RecurrentShapes, bytes_per_state
 from workers.weights import families
 from workers.weights.building import BUILDING
+from workers.weights.described import read_described, read_json, read_language_config
 from workers.weights.files import SAFE, open_file
 from workers.weights.finding import check_left_over, missing_error
-from workers.weights.hub import WEIGHTS, fetch_model, read_config, read_json, shards_by_tensor, weight_files
+from workers.weights.hub import WEIGHTS, fetch_model, read_config, shards_by_tensor, weight_files
 from workers.weights.keeping import AsValues, Keeper
 from workers.weights.load import load_whole
-from workers.weights.wrapped import is_wrapped, read_language_config
+from workers.weights.wrapped import is_wrapped
 
 DTYPES = {
     "float32": torch.float32,
@@ -205,7 +206,7 @@ def _needs_own_reader(folder: Path, name: str, keeper: Keeper) -> bool:
 
     Or read what torch saved.
     """
-    described = read_json(folder / "config.json", name)
+    described = read_described(folder, name)
     is_plain = isinstance(keeper, AsValues) and not described.get("quantization_config") and not is_wrapped(described)
     return not is_plain or any(path.suffix != SAFE for path in weight_files(folder, name))
 

@@ -27,8 +27,8 @@ def _prepare_model(config: EngineConfig) -> None:
     from workers.attention.native import NativeAttention  # noqa: PLC0415 - as above
     from workers.native.build import load_function  # noqa: PLC0415
     from workers.weights.building import on_meta  # noqa: PLC0415
+    from workers.weights.described import read_language_config  # noqa: PLC0415
     from workers.weights.hub import fetch_model  # noqa: PLC0415
-    from workers.weights.wrapped import read_language_config  # noqa: PLC0415
 
     load_function("exchange", "slipstream_join")
     load_function(*NativeAttention.KERNEL)

@@ -1,7 +1,6 @@
 """Finds the files of a checkpoint: in a folder, or fetched from the Hub, only those that are needed."""
 
 import functools
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -10,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
 from protos.hub import client_errors, folder_of, reason, unreachable
+from workers.weights.described import CONFIG, MODEL_OPT, read_described, read_json
 from workers.weights.wrapped import text_described
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (INDEX, "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 """Where the weights of a model are, the first that exists: an index of shards, or one file."""
+CONFIGS = (CONFIG, MODEL_OPT)
 TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Configurations, indices, tokenizers and templates."""
 WANTED_FILES = ("*.safetensors", *TEXTS)
@@ -35,26 +36,19 @@ OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<layer>\d+)\.")
 
 def read_config(config: ModelConfig) -> dict[str, Any]:
     """Return the `config.json` of a checkpoint, or of the language model inside it. Raises `ModelError`."""
-    return text_described(read_json(_config_file(config), config.model))
-
-
-def _config_file(config: ModelConfig) -> Path:
-    path = folder_of(config.model)
-    if path is not None:
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{config.model}: the folder has no config.json")
-        return path / "config.json"
-    return _from_hub(config, functools.partial(hf_hub_download, config.model, "config.json"))
+    return text_described(read_described(_folder(config, CONFIGS), config.model))
 
 
 def fetch(config: ModelConfig, patterns: Seq[str] = WANTED_FILES) -> Path:
     """Return the folder of a checkpoint; files that match *patterns* come from the Hub. Raises `ModelError`."""
-    path = folder_of(config.model)
-    if path is not None:
-        return path
-    logger.info("fetching %s", config.model)
+    if folder_of(config.model) is None:
+        logger.info("fetching %s", config.model)
+    return _folder(config, patterns)
+
+
+def _folder(config: ModelConfig, patterns: Seq[str]) -> Path:
     wanted = {"allow_patterns": list(patterns), "ignore_patterns": list(UNWANTED_FILES)}
-    return _from_hub(config, functools.partial(snapshot_download, config.model, **wanted))
+    return folder_of(config.model) or _from_hub(config, functools.partial(snapshot_download, config.model, **wanted))
 
 
 def fetch_model(config: ModelConfig) -> Path:
@@ -117,17 +111,6 @@ def weight_files(folder: Path, name: str) -> list[Path]:
 
 def _weights(folder: Path) -> Path | None:
     return next((path for file in WEIGHTS if (path := folder / file).is_file()), None)
-
-
-def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in *path*. Raises `ModelError` with the model's *name*."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: {path.name} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{name}: {path.name} holds no JSON object")
-    return content
 
 
 def _from_hub(config: ModelConfig, fetch: Callable[..., str]) -> Path:

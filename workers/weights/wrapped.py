@@ -5,12 +5,7 @@ prefixes in `PREFIXES`.
 """
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
-
-from protos.errors import ModelError
-from workers.weights.files import open_file
 
 WRAPPERS = frozenset({
     "gemma3", "gemma4", "mistral3", "llava", "llava_next", "llava_onevision", "internvl", "aya_vision",
@@ -56,19 +51,3 @@ def language_config(config: Any, names: Collection[str]) -> Any:
         text.quantization_config = quantization
     text.tie_word_embeddings = not any(head in names for head in HEADS)
     return text
-
-
-def read_language_config(folder: Path) -> Any:
-    """Return the `transformers` config of the language model in *folder*. Raises what `AutoConfig` raises."""
-    from transformers import AutoConfig  # noqa: PLC0415 - as above
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return language_config(config, _names(folder)) if config.model_type in WRAPPERS else config
-
-
-def _names(folder: Path) -> frozenset[str]:
-    found: set[str] = set()
-    for path in [*folder.glob("*.safetensors")] or folder.glob("pytorch_model*.bin"):
-        with suppress(ModelError), open_file(path) as file:  # reported when weights are read
-            found.update(file.keys())
-    return frozenset(found)

@@ -30,10 +30,6 @@ class Hub:
         self.source, self.cache = source, cache
         cache.mkdir()
 
-    def download(self, name: str, file: str, **_options: Any) -> str:
-        assert name == NAME
-        return shutil.copy(self.source / file, self.cache)
-
     def snapshot(self, name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_options: Any) -> str:
         assert name == NAME
         files = [path.name for path in self.source.iterdir()]
@@ -49,7 +45,6 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub(tmp_path / "source", tmp_path / "cache")
-    monkeypatch.setattr(fetching, "hf_hub_download", hub.download)
     monkeypatch.setattr(fetching, "snapshot_download", hub.snapshot)
     return hub
 

@@ -248,16 +248,11 @@ def test_not_a_model(tmp_path: Path) -> None:
 def test_hub_ids_go_through_the_hub_client(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[tuple[str, str | None, str | None]] = []
 
-    def download(name: str, _file: str, revision: str | None, cache_dir: str | None, **_: bool) -> str:
-        requested.append((name, revision, cache_dir))
-        return str(llama / "config.json")
-
     def snapshot(name: str, revision: str | None, cache_dir: str | None, **options: Any) -> str:
         requested.append((name, revision, cache_dir))
         assert not any("bin" in pattern or "py" in pattern for pattern in options["allow_patterns"])
         return str(llama)
 
-    monkeypatch.setattr(fetching, "hf_hub_download", download)
     monkeypatch.setattr(fetching, "snapshot_download", snapshot)
     load(ModelConfig(model="someone/llama", revision="abc", download_dir="/cache"))
     assert requested == [("someone/llama", "abc", "/cache")] * 2
@@ -267,7 +262,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("long story")
 
-    monkeypatch.setattr(fetching, "hf_hub_download", unreachable)
+    monkeypatch.setattr(fetching, "snapshot_download", unreachable)
     assert "someone/llama at revision abc: not in the cache" in refusal("someone/llama", revision="abc")
 
 

@@ -16,10 +16,10 @@ from tests.support.identity import Reference, assert_identical, generate
 from tests.support.models.tiny_models import build, edit
 from workers.model.loader import load
 from workers.model.self_check import self_check
+from workers.weights.described import read_language_config
 from workers.weights.keeping import AsValues
 from workers.weights.load import load_whole
 from workers.weights.quantized.compressed import read_config
-from workers.weights.wrapped import read_language_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -122,6 +122,24 @@ def test_two_ranks_equal_transformers_on_those_values(case: Case, tmp_path: Path
     check(folder, 2, meant=plain, tolerance=case.tolerance)
 
 
+def test_a_description_beside_the_config(tmp_path: Path) -> None:
+    """As older ModelOpt wrote it, for instance nvidia/Llama-3.1-8B-Instruct-FP8."""
+    folder, plain = _made(CASES["fp8 modelopt"], tmp_path)
+    described = json.loads((folder / "config.json").read_text())
+    del described["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(described))
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    beside = {"producer": {"name": "modelopt", "version": "0.17.0"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    found, wanted = (values_of(load(ModelConfig(model=str(path))).model) for path in (folder, plain))
+    for name, values in wanted.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6)
+    quantization["quant_algo"] = "NVFP4"
+    (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    with pytest.raises(ModelError, match="quant_algo is 'NVFP4', but only 'FP8' is supported"):
+        load(ModelConfig(model=str(folder)))
+
+
 @pytest.mark.parametrize("name", ["awq", "fp8 compressed blocks", "mxfp4 compressed"])
 def test_the_note_names_the_method_and_the_dtype(name: str, tmp_path: Path) -> None:
     folder, _ = _made(CASES[name], tmp_path)

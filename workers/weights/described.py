@@ -1,0 +1,57 @@
+"""What a checkpoint says about itself: its `config.json`, as JSON and as a `transformers` config."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from protos.errors import ModelError
+from workers.weights.files import open_file
+from workers.weights.wrapped import WRAPPERS, language_config
+
+CONFIG, MODEL_OPT = "config.json", "hf_quant_config.json"
+
+
+def read_described(folder: Path, name: str) -> dict[str, Any]:
+    """Return the `config.json` in *folder*, with the `quantization_config` that older ModelOpt wrote beside it.
+
+    Raises:
+        ModelError: a file is missing or damaged; names the model as *name*.
+    """
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{name}: the folder has no {CONFIG}")
+    described = read_json(folder / CONFIG, name)
+    if described.get("quantization_config") or not (folder / MODEL_OPT).is_file():
+        return described
+    beside = read_json(folder / MODEL_OPT, name).get("quantization")
+    return described | {"quantization_config": {"quant_method": "modelopt", "quantization": beside or {}}}
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in *path*. Raises `ModelError` with the model's *name*."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: {path.name} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{name}: {path.name} holds no JSON object")
+    return content
+
+
+def read_language_config(folder: Path) -> Any:
+    """Return the `transformers` config of the language model in *folder*. Raises what `AutoConfig` raises."""
+    from transformers import AutoConfig  # noqa: PLC0415 - slow to import, and rarely needed
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    quantization = read_described(folder, folder.name).get("quantization_config")
+    if quantization:
+        config.quantization_config = quantization
+    return language_config(config, _names(folder)) if config.model_type in WRAPPERS else config
+
+
+def _names(folder: Path) -> frozenset[str]:
+    found: set[str] = set()
+    for path in [*folder.glob("*.safetensors")] or folder.glob("pytorch_model*.bin"):
+        with suppress(ModelError), open_file(path) as file:  # reported when weights are read
+            found.update(file.keys())
+    return frozenset(found)
