@@ -219,7 +219,7 @@ class SpeculativeConfig:
     @model_validator(mode="after")
     def _tree_without_gaps(self) -> "SpeculativeConfig":
         """Siblings are sampled without replacement and verified in order: a gap would bias the rest."""
-        if self.rejection_sample_method not in PROBABILISTIC_RULES:
+        if not self.is_probabilistic:
             return self
         choices = set(self.speculative_token_tree or ())
         for choice in sorted(choices):
@@ -286,9 +286,14 @@ class SpeculativeConfig:
         return kv_window.kv_window(self.draft_kv_window, self.draft_kv_sinks)
 
     @property
+    def is_probabilistic(self) -> bool:
+        """Whether the acceptance rule guarantees the distribution, and not the same tokens."""
+        return self.rejection_sample_method in PROBABILISTIC_RULES
+
+    @property
     def samples_drafts(self) -> bool:
         """Whether a learned draft samples its tokens from distributions that the acceptance rule reads."""
-        return self.rejection_sample_method in PROBABILISTIC_RULES and self.draft_sample_method == "probabilistic"
+        return self.is_probabilistic and self.draft_sample_method == "probabilistic"
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:

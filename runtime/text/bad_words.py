@@ -5,20 +5,30 @@ from collections.abc import Sequence
 import numpy as np
 
 from protos.errors import InvalidRequestError
+from protos.validation import shown
 from runtime.text.tokenizer import Tokenizer
 
 TokenIds = tuple[int, ...]
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[TokenIds, ...]:
-    """Return the token sequences that spell *words* at the start of a text and, if they differ, within it."""
+    """Return the token sequences that spell *words* at the start of a text and, if they differ, within it.
+
+    Raises:
+        InvalidRequestError: there is no tokenizer, or it has no tokens for a word.
+    """
     if tokenizer is None:
         raise InvalidRequestError("bad_words are text, but skip_tokenizer_init is set", "bad_words")
-    return tuple(dict.fromkeys(token_ids for word in words for token_ids in _spellings(word, tokenizer)))
+    spellings = [_spellings(word, tokenizer) for word in words]
+    for word, found in zip(words, spellings, strict=True):
+        if not found:
+            raise InvalidRequestError(f"bad_words has {shown(word)}, which the tokenizer cannot spell", "bad_words")
+    return tuple(dict.fromkeys(token_ids for found in spellings for token_ids in found))
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[TokenIds]:
-    bare, spaced = (tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " "))
+    text = word.lstrip() or word  # white space alone is a word, too
+    bare, spaced = (tuple(tokenizer.encode(prefix + text, add_special_tokens=False)) for prefix in ("", " "))
     # As in vLLM: the spelling with a space counts if the space is merged into the first token.
     is_merged = bare and spaced and len(spaced) == len(bare) and spaced[0] != bare[0]
     return [token_ids for token_ids in (bare, spaced if is_merged else ()) if token_ids]

@@ -3,7 +3,6 @@
 Invalid requests are refused here, before anything is scheduled.
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from protos.errors import ContextLengthError, InvalidRequestError
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
-from protos.seeds import mix_seed
+from protos.seeds import RequestSeeds, mix_seed
 from protos.validation import shown
 from runtime.text.bad_words import bad_word_ids, check_allowed, check_number, pack_ids
 from runtime.text.chat import render_chat
@@ -48,7 +47,7 @@ def as_prompts(prompts: object) -> list[Any]:
 
 
 class Preprocessor:
-    """Makes requests. Draws the seeds of requests that have none.
+    """Makes requests.
 
     Args:
         tokenizer: None if prompts and outputs are token ids only.
@@ -56,7 +55,7 @@ class Preprocessor:
         max_model_len: limit on prompt and output together, in tokens.
         capacity: size of the KV cache, in tokens.
         eos_ids: end a sequence, unless the request ignores them.
-        seed: makes the drawn seeds reproducible.
+        seeds: gives requests their seeds; None: those they ask for, or random ones.
         default_max_tokens: limit of answers without `max_tokens`; None for the end of the context.
     """
 
@@ -68,7 +67,7 @@ class Preprocessor:
         max_model_len: int,
         capacity: int,
         eos_ids: Sequence[int] = (),
-        seed: int | None = None,
+        seeds: RequestSeeds | None = None,
         default_max_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -76,7 +75,7 @@ class Preprocessor:
         self.max_model_len = max_model_len
         self._capacity = capacity
         self._eos_ids = tuple(eos_ids)
-        self._random = random.Random(seed)
+        self._seeds = seeds or RequestSeeds(None)
         self._default_max_tokens = default_max_tokens
         self.grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
 
@@ -175,7 +174,7 @@ class Preprocessor:
         if keep is None:
             return token_ids
         if keep == -1:
-            keep = max(1, self.max_model_len - (params.max_tokens or 1))
+            keep = max(1, self.max_model_len - (params.max_tokens or max(1, params.min_tokens)))
         return token_ids[-keep:]
 
     def _prediction(self, prediction: str | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -230,7 +229,7 @@ class Preprocessor:
         if allowed is not None:
             check_allowed(allowed, bad_words, stop_ids if params.min_tokens else ())
         return Sampling(
-            seed=self._random.getrandbits(64) if params.seed is None else params.seed,
+            seed=self._seeds.of(params.seed),
             temperature=params.temperature,
             top_k=0 if params.top_k >= self.vocab_size else params.top_k,
             top_p=params.top_p,

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
-from protos.seeds import mix_seed
+from protos.seeds import RequestSeeds, mix_seed
 from runtime.text.preprocessor import Preprocessor, as_prompts
 
 EOS = 1
@@ -51,7 +51,7 @@ def test_samples_have_their_own_seeds_and_names(preprocessor: Preprocessor) -> N
 
 def test_the_engine_seed_repeats_the_drawn_seeds(tokenizer: PreTrainedTokenizerFast) -> None:
     def seeds(seed: int | None) -> list[int]:
-        made = Preprocessor(tokenizer, vocab_size=VOCAB, max_model_len=64, capacity=64, seed=seed)
+        made = Preprocessor(tokenizer, vocab_size=VOCAB, max_model_len=64, capacity=64, seeds=RequestSeeds(seed))
         return [made.requests([5], SamplingParams(), str(i))[0].sampling.seed for i in range(4)]
 
     assert seeds(1) == seeds(1) != seeds(2)
@@ -91,12 +91,21 @@ def test_bad_words_are_spelt_at_the_start_and_inside_a_text(
     assert (tuple(spaced) in request.sampling.bad_words) == melts
 
 
+@pytest.mark.parametrize("word", [" ", "\n", "\n\n"])
+def test_white_space_is_a_bad_word(word: str, preprocessor: Preprocessor, tokenizer: PreTrainedTokenizerFast) -> None:
+    (request,) = preprocessor.requests([5], SamplingParams(bad_words=[word]), "r")
+    assert tuple(tokenizer.encode(word, add_special_tokens=False)) in request.sampling.bad_words
+
+
 def test_truncation_keeps_the_end(preprocessor: Preprocessor) -> None:
     ids = list(range(2, 102))
     (request,) = preprocessor.requests(ids, SamplingParams(truncate_prompt_tokens=10), "r")
     assert list(request.prompt_token_ids) == ids[-10:]
     (request,) = preprocessor.requests(ids, SamplingParams(truncate_prompt_tokens=-1, max_tokens=4), "r")
     assert list(request.prompt_token_ids) == ids[-60:]
+    params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=None, min_tokens=8)
+    (request,) = preprocessor.requests(ids, params, "r")
+    assert list(request.prompt_token_ids) == ids[-56:]
 
 
 BAD = [
