@@ -5,6 +5,7 @@ it while sampling.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,10 @@ WHITESPACE = r"( |\n( {0,40}|\t{0,12}))?"
 """Default whitespace between the parts of a JSON text: a space, or a line break with indentation."""
 
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+INTEGER_LIMIT = 1 << 63
+SMALLEST_STEP = 1e-12
+"""Of a bound that is moved inwards, relative to it."""
 VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
@@ -62,8 +67,13 @@ def _schema(params: StructuredOutputsParams) -> str:
         raise _error(f"json must be a JSON schema, an object, got {shown(schema)}")
     if _depth(schema) > MAX_DEPTH:
         raise _error(f"json must be nested at most {MAX_DEPTH} levels deep")
-    if params.disable_additional_properties:
-        _close_objects(schema)
+    for each in _subschemas(schema):
+        if params.disable_additional_properties and "properties" in each:
+            each.setdefault("additionalProperties", False)
+        _check_values(each)
+        _keep_bounds(each)
+        if each.get("uniqueItems") is False:  # llguidance refuses the key
+            del each["uniqueItems"]
     whitespace = WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern
     schema["x-guidance"] = (
         {"whitespace_flexible": False}
@@ -100,20 +110,60 @@ def _children(value: Any) -> Iterator[Any]:
         yield from value
 
 
-def _close_objects(schema: Any) -> None:
-    """Set `additionalProperties` to false in every object schema with properties that does not set it."""
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield *schema* and every schema within it."""
     if isinstance(schema, list):
         for each in schema:
-            _close_objects(each)
+            yield from _subschemas(each)
     if not isinstance(schema, dict):
         return
-    if "properties" in schema:
-        schema.setdefault("additionalProperties", False)
+    yield schema
     for key, inner in schema.items():
         if key in NAMED_SCHEMAS:
-            _close_objects(list(_children(inner)))
+            yield from _subschemas(list(_children(inner)))
         elif key not in VALUES:
-            _close_objects(inner)
+            yield from _subschemas(inner)
+
+
+def _check_values(schema: dict[str, Any]) -> None:
+    """Raise if llguidance, which computes with float64, would change an integer in `const` or `enum`."""
+    values: list[Any] = [schema.get("const"), schema.get("enum")]
+    while values:
+        value = values.pop()
+        values.extend(_children(value))
+        if isinstance(value, int) and not _is_exact(value):
+            raise _error(f"json has the integer {shown(value)} in const or enum, which float64 cannot hold exactly")
+
+
+def _is_exact(value: int) -> bool:
+    """Return whether llguidance computes with *value* as it is."""
+    return abs(value) < INTEGER_LIMIT and float(value) == value
+
+
+def _keep_bounds(schema: dict[str, Any]) -> None:
+    """Move bounds inwards, as little as possible, that llguidance would overstep.
+
+    Those are integers that float64 cannot hold, and, in version 1.9.1, exclusive integers if the other bound is not an
+    integer and there is none between: it allows the bound itself.
+    """
+    for keys, others, inwards in ((LOWER, UPPER, 1), (UPPER, LOWER, -1)):
+        bounds = {key: schema[key] for key in keys if isinstance(schema.get(key), int | float)}
+        for key, bound in bounds.items():
+            if isinstance(bound, int) and not _is_exact(bound):
+                schema[key] = _within(bound, inwards)
+        ends = [schema[key] for key in others if isinstance(schema.get(key), int | float)]
+        exclusive = bounds.get(keys[1])
+        if exclusive is not None and exclusive % 1 == 0 and any(0 < inwards * (end - exclusive) < 1 for end in ends):
+            schema[keys[1]] = exclusive + inwards * SMALLEST_STEP * max(1, abs(exclusive))
+
+
+def _within(bound: int, inwards: int) -> int:
+    """Return the integer nearest to *bound*, upwards if *inwards* is 1 and downwards if it is -1, that is exact."""
+    if abs(bound) > INTEGER_LIMIT:
+        raise _error(f"json has the bound {shown(bound)}; bounds must be from -2^63 to 2^63")
+    found = float(bound)
+    is_inside = (int(found) - bound) * inwards >= 0 and abs(found) < INTEGER_LIMIT
+    return int(found if is_inside else math.nextafter(found, inwards * math.inf))
 
 
 def _unanchored(regex: str) -> str:

@@ -1,6 +1,7 @@
 """Response fields made from token outputs: token texts, log-probabilities, usage and statistics."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -8,6 +9,7 @@ from typing import Protocol
 
 from msgspec import UNSET
 
+from protos.byte_level import token_bytes
 from protos.messages import Request, SpeculationStats, Step, TokenLogprobs
 from protos.outputs import SpeculativeDecodingMetrics, total
 from protos.sampling import SamplingParams
@@ -28,6 +30,8 @@ LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot represent."""
 
 REPLACEMENT = "\ufffd"
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""What vocabularies of sentencepiece call the token of a single byte."""
 
 
 class Decoder(Protocol):
@@ -60,6 +64,14 @@ class TokenTexts(dict[int, str]):
     def decode(self, token_ids: Sequence[int], params: SamplingParams) -> str:
         """Return the text of *token_ids*, with or without special tokens as in *params*."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
+
+    def bytes_of(self, token_id: int) -> list[int]:
+        """Return the UTF-8 of a token; of one that is part of a character, its bytes."""
+        if REPLACEMENT not in (text := self[token_id]):
+            return list(text.encode())
+        (token,) = self.token_strs([token_id])
+        byte = BYTE_TOKEN.fullmatch(token)
+        return list(token_bytes(token)) if byte is None else [int(byte[1], 16)]
 
     def token_strs(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's strings of *token_ids*; empty for ids it lacks."""
@@ -108,16 +120,11 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts, num_top: 
 
 
 def _chat_token(entry: TokenLogprobs, texts: TokenTexts, num_top: int) -> ChatTokenLogprob:
-    token_texts = [texts[token_id] for token_id in entry.token_ids[: 1 + num_top]]
-    tops = [
-        TopLogprob(text, finite(value), _bytes(text)) for text, value in zip(token_texts, entry.logprobs, strict=False)
+    sampled, *tops = [
+        TopLogprob(texts[token_id], finite(value), texts.bytes_of(token_id))
+        for token_id, value in zip(entry.token_ids[: 1 + num_top], entry.logprobs, strict=False)
     ]
-    return ChatTokenLogprob(token_texts[0], finite(entry.logprobs[0]), _bytes(token_texts[0]), tops[1:])
-
-
-def _bytes(text: str) -> list[int] | None:
-    """Return the UTF-8 of *text*, None for part of a character."""
-    return None if REPLACEMENT in text else list(text.encode())
+    return ChatTokenLogprob(sampled.token, sampled.logprob, sampled.bytes, tops)
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts) -> PromptLogprobs:

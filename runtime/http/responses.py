@@ -130,7 +130,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
@@ -138,7 +138,7 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 

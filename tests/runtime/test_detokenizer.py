@@ -71,6 +71,16 @@ def test_texts_of_single_tokens_keep_their_space() -> None:
     assert "".join(byte_level[token] for token in ids) == "the quick  brown"
 
 
+def test_parts_of_characters_have_bytes() -> None:
+    """With which a client joins the text of tokens again."""
+    for tokenizer in (BYTE_LEVEL, METASPACE):
+        made: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+        texts = TokenTexts(made)
+        ids = made.encode("é😀 a", add_special_tokens=False)
+        assert any("\ufffd" in texts[token_id] for token_id in ids)
+        assert b"".join(bytes(texts.bytes_of(token_id)) for token_id in ids).decode().strip() == "é😀 a"
+
+
 def stream(text: Detokenizer, ids: Sequence[int]) -> tuple[list[str], str | None]:
     """Feed ids one by one; return the text shown after each, then the rest, and the stop string met."""
     shown = []

@@ -190,8 +190,8 @@ class Output:
 
 
 def _text_logprob(entry: ChatTokenLogprob) -> TextLogprob:
-    tops = [TextTopLogprob(top.token, top.logprob, top.bytes or []) for top in entry.top_logprobs]
-    return TextLogprob(entry.token, entry.logprob, tops, entry.bytes or [])
+    tops = [TextTopLogprob(top.token, top.logprob, top.bytes) for top in entry.top_logprobs]
+    return TextLogprob(entry.token, entry.logprob, tops, entry.bytes)
 
 
 def _for_events(logprobs: Sequence[TextLogprob]) -> list[TextLogprob]:

@@ -125,7 +125,7 @@ class ToolUse:
         """Return *params* with the structured output that enforces the calls.
 
         Raises:
-            InvalidRequestError: *params* have a structured output of their own, or the functions' schemas conflict.
+            InvalidRequestError: *params* have a structured output of their own, or a function takes no object.
         """
         if self.mode == "none":
             return params
@@ -200,29 +200,27 @@ def _check(tools: Sequence[Tool]) -> None:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {**NO_PARAMETERS, "additionalProperties": False}
+    """Return the schema of a function's arguments, which are an object even if its own does not say so."""
+    given = tool.function.parameters or {**NO_PARAMETERS, "additionalProperties": False}
+    kind = given.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        name = tool.function.name
+        raise InvalidRequestError(f"tools: parameters of {name} must be of type object, got {shown(kind)}", "tools")
+    return {**given, "type": "object"}
 
 
 def _calls_of(tools: Sequence[Tool], *, is_parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Definitions are shared, so equal names must have equal definitions."""
-    shared: dict[str, Any] = {}
-    calls = [_call_of(tool, shared) for tool in tools]
+    """Return the schema of a list of calls."""
+    calls = [_call_of(tool, number) for number, tool in enumerate(tools)]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not is_parallel:
         schema["maxItems"] = 1
-    return schema | ({"$defs": shared} if shared else {})
+    return schema
 
 
-def _call_of(tool: Tool, shared: dict[str, Any]) -> dict[str, Any]:
-    parameters = dict(_parameters(tool))
-    definitions = parameters.pop("$defs", {})
-    if not isinstance(definitions, dict):
-        raise InvalidRequestError(f"tools: $defs must be an object, got {shown(definitions)}", "tools")
-    for name, definition in definitions.items():
-        if shared.setdefault(name, definition) != definition:
-            raise InvalidRequestError(
-                f"tools: two functions define {shown(name)} in $defs, each in its own way; name them apart", "tools"
-            )
+def _call_of(tool: Tool, number: int) -> dict[str, Any]:
+    # An id of its own makes it the root of its references.
+    parameters = {**_parameters(tool), "$id": f"urn:slipstream:tool:{number}"}
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
