@@ -28,7 +28,7 @@ TWO_THREADS := OMP_NUM_THREADS=2
 
 # Left out of `make quick`: tests with Ray, with child processes or servers, and with models that take seconds.
 SLOW_TESTS := tests/ray tests/ray_serve tests/distributed tests/exactness tests/invariant tests/seeds tests/http tests/grpc \
-	tests/cluster/deploy tests/cluster/test_bench_serve.py tests/cluster/test_check_command.py tests/cluster/test_cli.py \
+	tests/cluster/deploy tests/cluster/test_bench_serve.py tests/cluster/test_check_command.py tests/cluster/cli \
 	tests/cluster/test_doctor.py tests/cluster/test_fresh_clone.py tests/cluster/test_llm.py \
 	tests/cluster/test_process_workers.py tests/docs/test_snippets.py tests/proposers/demo_heads \
 	tests/gpu tests/proposers/formats/test_drafter_traps.py tests/proposers/test_every_proposer.py \

@@ -16,7 +16,6 @@ from protos.errors import ConfigError, ModelError
 from protos.interfaces import Executor, Inbox, Proposer
 from protos.messages import Request, StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
-from protos.seeds import RequestSeeds
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
 from runtime.policy.base import Policy
@@ -143,9 +142,8 @@ def make_preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) ->
         max_model_len=info.max_model_len,
         capacity=info.num_blocks * info.block_size,
         eos_ids=info.eos_ids,
-        seeds=RequestSeeds(
-            config.seed, are_private=config.speculative is not None and config.speculative.is_probabilistic
-        ),
+        seed=config.seed,
+        has_own_noise=config.speculative is not None and config.speculative.is_probabilistic,
         default_max_tokens=default_max_tokens(config.model),
     )
 

@@ -107,7 +107,7 @@ def _with_demo(options: dict[str, Any]) -> dict[str, Any]:
     filled = {"served_model_name": DEMO_NAME, **options, "model": str(target)}
     speculative = options.get(argument_names.SPECULATIVE, {})
     keys = {str(key).replace("-", "_"): value for key, value in speculation.mapping(speculative).items()}
-    named = keys.keys() | aliases.collect(options).keys()
+    named = {speculation.KEY_ALIASES.get(key, key) for key in keys} | aliases.collect(options).keys()
     is_off = argument_names.SPECULATIVE in options and not keys
     if not is_off and METHOD_KEYS.isdisjoint(named):
         num_tokens = {} if NUM_TOKENS_KEY in named else {NUM_TOKENS_KEY: DEMO_NUM_TOKENS}

@@ -4,8 +4,6 @@ The finaliser and its increment are those of SplitMix64 (Steele, Lea, Flood 2014
 same function over tensors.
 """
 
-import random
-
 INCREMENT = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
@@ -26,22 +24,3 @@ def mix_seed(seed: int, sample: int) -> int:
     """
     seed &= MASK
     return seed if sample == 0 else mix((mix(seed) + sample * INCREMENT) & MASK)
-
-
-class RequestSeeds:
-    """Gives each request its seed, a uint64.
-
-    Args:
-        seed: makes what is drawn reproducible in order of arrival; None: it is not.
-        are_private: mix what is drawn into the seeds of requests, too, so that no two requests share noise.
-    """
-
-    def __init__(self, seed: int | None, *, are_private: bool = False) -> None:
-        self._random, self._are_private = random.Random(seed), are_private
-
-    def of(self, wanted: int | None) -> int:
-        """Return the seed of a request that asks for *wanted*; drawn if it is None."""
-        if wanted is not None and not self._are_private:
-            return wanted
-        drawn = self._random.getrandbits(64)
-        return drawn if wanted is None else mix((wanted & MASK) ^ drawn)

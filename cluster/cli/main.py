@@ -12,6 +12,7 @@ from cluster.cli.console import OUT, show_error
 from cluster.cli.env import version
 from cluster.cli.options import (
     HYPHENS,
+    CommandGroup,
     engine_options,
     one_model,
     safety_options,
@@ -27,6 +28,7 @@ FAILED = 2
 
 app = typer.Typer(
     name="slipstream",
+    cls=CommandGroup,
     help="Lossless speculative decoding. Without --model, the embedded demo pair is used.",
     no_args_is_help=True,
     add_completion=False,

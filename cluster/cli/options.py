@@ -3,21 +3,23 @@
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import typer
 import yaml  # type: ignore[import-untyped]
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from typer.core import TyperGroup
 
 from protos.config import aliases, argument_names
 from protos.config.arguments import PARTS
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
-from protos.validation import did_you_mean, why_unreadable
+from protos.validation import did_you_mean, shown, why_unreadable
 from runtime.http.options import SafetyOptions
 
 Command = Callable[..., None]
@@ -167,6 +169,21 @@ def _config_parameter() -> inspect.Parameter:
     return _parameter("config", Path | None, option)
 
 
+class CommandGroup(TyperGroup):
+    """A group of commands whose errors about options name the value, and the file that it is from."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Raises `typer.BadParameter` for bad values."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError) and error.ctx is not None and error.param is not None:
+                error.message += f", got {shown(error.__cause__.errors()[0]['input'])}"
+                if error.param.name in (error.ctx.default_map or {}):
+                    error.message += f"; see {error.ctx.params.get('config')}"
+            raise
+
+
 def with_options(**groups: list[inspect.Parameter]) -> Decorator:
     """Add `--config` and the options of *groups* to a command, which receives each group as a dict of those set."""
 
@@ -199,29 +216,37 @@ def _given_once(values: list[str] | None) -> object:
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of the options."""
+    """Make the file's values the defaults of the options. Other commands skip those of a server."""
     if path is not None:
-        known = {parameter.name for parameter in context.command.params if parameter.name}
-        context.default_map = {**(context.default_map or {}), **_defaults(path, known)}
+        options = _options(context.command)
+        servers = _options(getattr(context.find_root().command, "commands", {}).get("serve", context.command))
+        context.default_map = {**(context.default_map or {}), **_defaults(path, options, servers.keys())}
     return path
 
 
-def _defaults(path: Path, known: set[str]) -> dict[str, Any]:
+def _options(command: Any) -> dict[str, Any]:
+    """Return the parameters of a command by name, without `--config`."""
+    return {option.name: option for option in command.params if option.name not in (None, "config")}
+
+
+def _defaults(path: Path, options: Mapping[str, Any], servers: Collection[str]) -> dict[str, Any]:
+    visible = {name for name, option in options.items() if not getattr(option, "hidden", False)}
     defaults = {}
     for key, value in _yaml(path).items():
         name = str(key).replace("-", "_")
         name = argument_names.ALIASES.get(name, name)
-        if name not in known or name == "config":
-            raise ConfigError(f"{path}: unknown option {str(key)!r}{did_you_mean(name, known)}")
-        defaults[name] = _as_option(name, value)
+        if name in options:
+            defaults[name] = _as_option(options[name], value)
+        elif name not in servers:
+            raise ConfigError(f"{path}: unknown option {str(key)!r}{did_you_mean(name, visible)}")
     return defaults
 
 
-def _as_option(name: str, value: object) -> object:
+def _as_option(option: Any, value: object) -> object:
     """Return a value of the file as it would come from the command line."""
-    if name in LISTS:
+    if getattr(option, "multiple", False):
         return value if isinstance(value, list) else [value]
-    return json.dumps(value) if _is_json(name, value) else value
+    return json.dumps(value) if _is_json(option.name, value) else value
 
 
 def _is_json(name: str, value: object) -> bool:

@@ -192,7 +192,7 @@ def _check_available(method: Methods, methods: Collection[str] | None) -> None:
         if methods is not None and name not in methods and not is_import_path(name):
             raise ConfigError(
                 f"speculative method {shown(name)} is not available; choose one of: "
-                f"{', '.join(sorted(methods))}, or package.module:Class for one of your own"
+                f"{', '.join(sorted({*methods, AUTO}))}, or package.module:Class for one of your own"
             )
 
 

@@ -104,6 +104,10 @@ class Metrics:
         self._http = Counter(
             "http_requests", "HTTP requests by route template", ["method", "route", "status"], registry=own
         )
+        turned_away = Counter(
+            "requests_turned_away", "Requests refused or dropped, by reason", [*labels, "reason"], registry=own
+        )
+        self._turned_away = {reason: turned_away.labels(**labels, reason=reason) for reason in TURNED_AWAY}
         self._registry.register(PrefixCollector(shared, SHARED))
         self._registry.register(PrefixCollector(own, OWN))
 
@@ -119,10 +123,6 @@ class Metrics:
             "request_success", "Requests ended, by reason", [*names, "finished_reason"], registry=registry
         )
         self._success = {reason: success.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
-        turned_away = Counter(
-            "requests_turned_away", "Requests refused or dropped, by reason", [*names, "reason"], registry=registry
-        )
-        self._turned_away = {reason: turned_away.labels(**labels, reason=reason) for reason in TURNED_AWAY}
 
     def _make_histograms(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

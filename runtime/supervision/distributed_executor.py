@@ -257,7 +257,7 @@ class DistributedExecutor:
         self._watchdog.heard(worker, message)
         self._targets.hear(worker, message)
         if isinstance(message, Progress):
-            self._report(f"{worker}: {message.text}")
+            self._report(f"{worker}: {message.text.removeprefix(f'{worker}: ')}")
         elif self._targets.is_starting(worker):
             self._targets.take(worker, message)
         elif isinstance(message, RoundDone | RoundOutOfMemory):

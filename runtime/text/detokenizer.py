@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Tokenizer, decoders
 
-from protos.byte_level import token_bytes
+from protos.byte_level import BYTE_OF
 
 if TYPE_CHECKING:
     from protos.messages import Request
@@ -36,7 +36,9 @@ class _TokenBytes(dict[int, bytes]):
         self._tokenizer = tokenizer
 
     def __missing__(self, token_id: int) -> bytes:
-        found = self[token_id] = token_bytes(self._tokenizer.id_to_token(token_id) or "")
+        token = self._tokenizer.id_to_token(token_id) or ""
+        is_added = not BYTE_OF.keys() >= set(token)  # an added token is plain text
+        found = self[token_id] = token.encode() if is_added else bytes([BYTE_OF[char] for char in token])
         return found
 
 

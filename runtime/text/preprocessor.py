@@ -3,6 +3,7 @@
 Invalid requests are refused here, before anything is scheduled.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from protos.errors import ContextLengthError, InvalidRequestError
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
-from protos.seeds import RequestSeeds, mix_seed
+from protos.seeds import MASK, mix, mix_seed
 from protos.validation import shown
 from runtime.text.bad_words import bad_word_ids, check_allowed, check_number, pack_ids
 from runtime.text.chat import render_chat
@@ -29,23 +30,6 @@ MAX_DETOKENIZED = 1_000_000
 """Most token ids per detokenization."""
 
 
-def as_prompts(prompts: object) -> list[Any]:
-    """Return *prompts*, which is text, token ids, a dict, or a list of these, as a list of single prompts.
-
-    Raises:
-        InvalidRequestError: it is empty, or none of these.
-    """
-    if isinstance(prompts, str | Mapping | Prompt):
-        return [prompts]
-    if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
-    if not isinstance(prompts, list | tuple):
-        raise InvalidRequestError(f"prompt must be text, token ids, or a list of them, got {shown(prompts)}", "prompt")
-    if not prompts:
-        raise InvalidRequestError("prompt must not be empty, got an empty list", "prompt")
-    return [prompts] if isinstance(prompts[0], int) else list(prompts)
-
-
 class Preprocessor:
     """Makes requests.
 
@@ -55,7 +39,8 @@ class Preprocessor:
         max_model_len: limit on prompt and output together, in tokens.
         capacity: size of the KV cache, in tokens.
         eos_ids: end a sequence, unless the request ignores them.
-        seeds: gives requests their seeds; None: those they ask for, or random ones.
+        seed: makes the drawn seeds reproducible.
+        has_own_noise: mix what is drawn into the seeds of requests, too: no two of them share noise.
         default_max_tokens: limit of answers without `max_tokens`; None for the end of the context.
     """
 
@@ -67,7 +52,8 @@ class Preprocessor:
         max_model_len: int,
         capacity: int,
         eos_ids: Sequence[int] = (),
-        seeds: RequestSeeds | None = None,
+        seed: int | None = None,
+        has_own_noise: bool = False,
         default_max_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -75,7 +61,7 @@ class Preprocessor:
         self.max_model_len = max_model_len
         self._capacity = capacity
         self._eos_ids = tuple(eos_ids)
-        self._seeds = seeds or RequestSeeds(None)
+        self._random, self._has_own_noise = random.Random(seed), has_own_noise
         self._default_max_tokens = default_max_tokens
         self.grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
 
@@ -177,6 +163,12 @@ class Preprocessor:
             keep = max(1, self.max_model_len - (params.max_tokens or max(1, params.min_tokens)))
         return token_ids[-keep:]
 
+    def _seed(self, wanted: int | None) -> int:
+        if wanted is not None and not self._has_own_noise:
+            return wanted
+        drawn = self._random.getrandbits(64)
+        return drawn if wanted is None else mix((wanted & MASK) ^ drawn)
+
     def _prediction(self, prediction: str | tuple[int, ...] | None) -> tuple[int, ...]:
         """Return the ids of the predicted output, truncated to the context."""
         if not prediction:
@@ -221,7 +213,8 @@ class Preprocessor:
         bad_words = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
         for word in bad_words:
             self._check_ids(word, "bad_words")
-        check_number(params.allowed_token_ids or (), self.vocab_size)
+        if params.allowed_token_ids:
+            check_number(params.allowed_token_ids, self.vocab_size)
         allowed = self._known_ids(params.allowed_token_ids or (), "allowed_token_ids") or None
         self._known_ids(tuple(params.logit_bias or ()), "logit_bias")
         if not params.ignore_eos:
@@ -229,7 +222,7 @@ class Preprocessor:
         if allowed is not None:
             check_allowed(allowed, bad_words, stop_ids if params.min_tokens else ())
         return Sampling(
-            seed=self._seeds.of(params.seed),
+            seed=self._seed(params.seed),
             temperature=params.temperature,
             top_k=0 if params.top_k >= self.vocab_size else params.top_k,
             top_p=params.top_p,

@@ -1,9 +1,10 @@
-"""Tokenised prompts, and prompts given as a dict."""
+"""Tokenised prompts, prompts given as a dict, and several prompts."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from protos.errors import InvalidRequestError
 from protos.validation import did_you_mean, shown
@@ -33,3 +34,20 @@ def check_prompt_dict(prompt: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("prompt_token_ids") is None and not isinstance(given.get("prompt"), str):
         raise InvalidRequestError('prompt must have "prompt" (text) or "prompt_token_ids"', "prompt")
     return given
+
+
+def as_prompts(prompts: object) -> list[Any]:
+    """Return *prompts*, which is text, token ids, a dict, or a list of these, as a list of single prompts.
+
+    Raises:
+        InvalidRequestError: it is empty, or none of these.
+    """
+    if isinstance(prompts, str | Mapping | Prompt):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    if not isinstance(prompts, list | tuple):
+        raise InvalidRequestError(f"prompt must be text, token ids, or a list of them, got {shown(prompts)}", "prompt")
+    if not prompts:
+        raise InvalidRequestError("prompt must not be empty, got an empty list", "prompt")
+    return [prompts] if isinstance(prompts[0], int) else list(prompts)

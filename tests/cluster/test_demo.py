@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.settings import engine_config
 from demo import corpus, losses, own_text, pair, programs, train, train_heads, trainer
 
 SMALL = 80 * 1000 * 1000
@@ -122,3 +123,21 @@ def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
         target, material, tmp_path, trainer.TrainingRun(minutes=0.001, length=128), out=tmp_path / "on", start=out
     )
     assert (tmp_path / "on" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("speculative", "method", "num_tokens"),
+    [
+        ({"algorithm": "NGRAM", "num_draft_tokens": 4}, "ngram", 4),
+        ({"decoding_type": "ngram", "max_draft_len": 2}, "ngram", 2),
+        ({"speculative_model": str(pair()[1]), "num_speculative_tokens": 3}, "draft_model", 3),
+        ({"max_draft_len": 2}, "draft_model", 2),
+    ],
+    ids=str,
+)
+def test_the_draft_is_used_unless_another_method_is_chosen_in_any_words(
+    speculative: dict[str, object], method: str, num_tokens: int
+) -> None:
+    found = engine_config({"speculative_config": speculative}).speculative
+    assert found is not None
+    assert (found.method, found.num_speculative_tokens) == (method, num_tokens)

@@ -7,7 +7,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from protos.config.engine import ModelConfig
-from protos.seeds import RequestSeeds
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.tokenizer import load_tokenizer
 
@@ -46,6 +45,4 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def preprocessor(tokenizer: PreTrainedTokenizerFast) -> Preprocessor:
-    return Preprocessor(
-        tokenizer, vocab_size=VOCAB, max_model_len=64, capacity=1024, eos_ids=(EOS,), seeds=RequestSeeds(3)
-    )
+    return Preprocessor(tokenizer, vocab_size=VOCAB, max_model_len=64, capacity=1024, eos_ids=(EOS,), seed=3)

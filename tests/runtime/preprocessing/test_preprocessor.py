@@ -8,8 +8,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
-from protos.seeds import RequestSeeds, mix_seed
-from runtime.text.preprocessor import Preprocessor, as_prompts
+from protos.seeds import mix_seed
+from runtime.text.preprocessor import Preprocessor
+from runtime.text.prompts import as_prompts
 
 EOS = 1
 VOCAB = 340
@@ -51,12 +52,24 @@ def test_samples_have_their_own_seeds_and_names(preprocessor: Preprocessor) -> N
 
 def test_the_engine_seed_repeats_the_drawn_seeds(tokenizer: PreTrainedTokenizerFast) -> None:
     def seeds(seed: int | None) -> list[int]:
-        made = Preprocessor(tokenizer, vocab_size=VOCAB, max_model_len=64, capacity=64, seeds=RequestSeeds(seed))
+        made = Preprocessor(tokenizer, vocab_size=VOCAB, max_model_len=64, capacity=64, seed=seed)
         return [made.requests([5], SamplingParams(), str(i))[0].sampling.seed for i in range(4)]
 
     assert seeds(1) == seeds(1) != seeds(2)
     assert seeds(None) != seeds(None)
     assert len(set(seeds(1))) == 4
+
+
+def test_requests_with_noise_of_their_own_share_no_seed(tokenizer: PreTrainedTokenizerFast) -> None:
+    def seeds(seed: int | None) -> list[int]:
+        sizes = {"vocab_size": VOCAB, "max_model_len": 64, "capacity": 64}
+        made = Preprocessor(tokenizer, **sizes, seed=seed, has_own_noise=True)
+        given = [SamplingParams(seed=wanted) for wanted in (7, 7, 8, -1, None, None)]
+        return [made.requests([5], params, "r")[0].sampling.seed for params in given]
+
+    assert seeds(1) == seeds(1) != seeds(2)
+    assert seeds(None) != seeds(None)
+    assert len(set(seeds(1))) == 6
 
 
 def test_parameters_are_resolved(preprocessor: Preprocessor, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -12,14 +12,14 @@ import typer
 
 from cluster.cli import env as cli_env
 from cluster.cli import main as cli
-from cluster.cli import serve as cli_serve
 from cluster.cli.env import version
 from protos.config import argument_names, arguments
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
+from tests.cluster.cli.conftest import run
 from tests.support.models import tiny_pairs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = ["--dtype", "float32", "--num-gpu-blocks-override", "128", "--enforce-eager"]
 
 
@@ -31,11 +31,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def model_options(pair: tuple[Path, Path]) -> list[str]:
     speculative = json.dumps({"model": str(pair[1]), "num_speculative_tokens": 3})
     return ["--model", str(pair[0]), "--speculative-config", speculative, *SMALL]
-
-
-def run(*given: str) -> None:
-    """Run a command in this process, errors raised."""
-    cli.app(list(given), standalone_mode=False)
 
 
 def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
@@ -50,14 +45,6 @@ def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         env=environment,
     )
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, Any]]:
-    """Record the config and options that `serve` is called with."""
-    calls: list[tuple[EngineConfig, Any]] = []
-    monkeypatch.setattr(cli_serve, "serve", lambda config, options: calls.append((config, options)))
-    return calls
 
 
 # Spellings
@@ -120,36 +107,6 @@ def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any
     ((config, _),) = served
     python = {o.name: True if o.is_flag else values.get(o.name, "64") for o in argument_names.KEPT}
     assert config == arguments.parse(python)
-
-
-def test_a_yaml_file_has_the_same_names_and_flags_win(tmp_path: Path, served: list[tuple[EngineConfig, Any]]) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "model: m\nmax-model-len: 64\nmax_num_seqs: 3\nport: 9\ntp: 1\nenable_prefix_caching: false\n"
-        "served_model_name: [a, b]\nspeculative_config:\n  method: ngram\n  num_speculative_tokens: 4\n"
-    )
-    run("serve", "--config", str(path), "--max-num-seqs", "5")
-    ((config, options),) = served
-    assert (config.model.model, config.model.max_model_len, config.scheduler.max_num_seqs) == ("m", 64, 5)
-    assert (options.http.port, config.cache.enable_prefix_caching) == (9, False)
-    assert config.served_model_name == ("a", "b")
-    assert config.speculative is not None
-    assert (config.speculative.method, config.speculative.num_speculative_tokens) == ("ngram", 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("max_modl_len: 3", "unknown option 'max_modl_len', did you mean 'max_model_len'"),
-        ("- a", "must hold options"),
-        ("a: [", "is not YAML"),
-    ],
-)
-def test_bad_yaml(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        run("serve", "--config", str(path))
 
 
 def test_a_chat_template_is_a_file_or_itself(tmp_path: Path, served: list[tuple[EngineConfig, Any]]) -> None:
