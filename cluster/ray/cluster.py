@@ -22,13 +22,15 @@ OBJECT_STORE_BYTES = 128 * 2**20
 CONNECT_TIMEOUT_S = 10.0
 """For the first connection to RAY_ADDRESS."""
 
-# Defaults for Ray, unless set: no usage reports, no environment rebuilt by `uv`, devices visible to the controller.
+# Defaults for Ray, unless set: no usage reports, no environment rebuilt by `uv`, devices visible to the controller, no
+# escape codes in the lines of other processes.
 # RAY_AUTH_MODE is not among them: Ray reads it on import, and a cluster whose processes disagree does not start. If it
 # is unset, a cluster started here uses a token.
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_COLOR_PREFIX": "0",
 }
 FORWARDED_PREFIXES = ("HF_", "GOMP_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TOKENIZERS_")
 """Variables with these prefixes are set for workers too, unless set on their node."""
