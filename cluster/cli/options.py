@@ -260,7 +260,9 @@ def _yaml(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+        mark = getattr(error, "problem_mark", None)
+        where = path if mark is None else f"{path}, line {mark.line + 1},"
+        raise ConfigError(f"{where} is not YAML: {getattr(error, 'problem', None) or error}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, Mapping):

@@ -197,7 +197,8 @@ class DistributedExecutor:
         """Report devices and memory; return what the controller needs."""
         for worker in startup.workers:
             loaded = startup.loaded[worker]
-            self._report(f"{worker} on {startup.devices[worker]}: {loaded.weight_bytes / 2**20:.0f} MiB of weights")
+            where = f"on {startup.devices[worker]} (pid {startup.placed[worker].pid})"
+            self._report(f"{worker} {where}: {loaded.weight_bytes / 2**20:.0f} MiB of weights")
         self._report(self._sizing.summary)
         speculates = self._config.speculative is not None
         # Costs of eager models only serve to detect hangs.

@@ -31,7 +31,7 @@ def test_a_yaml_file_has_the_same_names_and_flags_win(tmp_path: Path, served: li
     [
         ("max_modl_len: 3", "unknown option 'max_modl_len', did you mean 'max_model_len'"),
         ("- a", "must hold options"),
-        ("a: [", "is not YAML"),
+        ("a: 1\nb: [\n", "line 3, is not YAML: expected the node content"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, text: str, says: str) -> None:
