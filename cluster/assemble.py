@@ -143,7 +143,7 @@ def make_preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) ->
         capacity=info.num_blocks * info.block_size,
         eos_ids=info.eos_ids,
         seed=config.seed,
-        has_own_noise=config.speculative is not None and config.speculative.is_probabilistic,
+        mixes_seeds=config.mixes_seeds,
         default_max_tokens=default_max_tokens(config.model),
     )
 

@@ -75,7 +75,7 @@ class LLM:
         *,
         use_tqdm: Progress = True,
         lora_request: None = None,
-        priority: Sequence[int] | None = None,
+        priority: None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt and return the results in the prompts' order.
 
@@ -84,13 +84,13 @@ class LLM:
             sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
             use_tqdm: whether to show a progress bar, or a function that makes one.
             lora_request: as in vLLM; must be None.
-            priority: as in vLLM; must be None, or 0 for each prompt.
+            priority: as in vLLM; must be None.
 
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; nothing was scheduled.
             EngineDeadError, NoRoomError: the engine failed; or lost its targets and finds no room, but may later.
         """
-        _reject_unsupported(lora_request=lora_request, priority=priority if any(priority or ()) else None)
+        _reject_unsupported(lora_request=lora_request, priority=priority)
         if isinstance(prompts, list | tuple) and not prompts:
             return []
         single = as_prompts(prompts)

@@ -23,9 +23,10 @@ WHITESPACE = r"( |\n( {0,40}|\t{0,12}))?"
 
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-INTEGER_LIMIT = 1 << 63
+LARGEST = (1 << 63) - (1 << 10)
+"""The largest integer of 64 bits, with a sign, that float64 holds."""
 SMALLEST_STEP = 1e-12
-"""Of a bound that is moved inwards, relative to it."""
+"""By which an exclusive bound is moved inwards; relative to it, if it is larger than 1."""
 VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
@@ -137,7 +138,7 @@ def _check_values(schema: dict[str, Any]) -> None:
 
 def _is_exact(value: int) -> bool:
     """Return whether llguidance computes with *value* as it is."""
-    return abs(value) < INTEGER_LIMIT and float(value) == value
+    return abs(value) <= LARGEST and float(value) == value
 
 
 def _keep_bounds(schema: dict[str, Any]) -> None:
@@ -147,22 +148,30 @@ def _keep_bounds(schema: dict[str, Any]) -> None:
     integer and there is none between: it allows the bound itself.
     """
     for keys, others, inwards in ((LOWER, UPPER, 1), (UPPER, LOWER, -1)):
-        bounds = {key: schema[key] for key in keys if isinstance(schema.get(key), int | float)}
-        for key, bound in bounds.items():
-            if isinstance(bound, int) and not _is_exact(bound):
+        for key, bound in _bounds(schema, keys).items():
+            if isinstance(bound, int) and schema.get("type") == "integer":
                 schema[key] = _within(bound, inwards)
-        ends = [schema[key] for key in others if isinstance(schema.get(key), int | float)]
-        exclusive = bounds.get(keys[1])
-        if exclusive is not None and exclusive % 1 == 0 and any(0 < inwards * (end - exclusive) < 1 for end in ends):
-            schema[keys[1]] = exclusive + inwards * SMALLEST_STEP * max(1, abs(exclusive))
+        exclusive = _bounds(schema, keys[1:]).get(keys[1])
+        room = min((inwards * (end - (exclusive or 0)) for end in _bounds(schema, others).values()), default=1)
+        if exclusive is not None and exclusive % 1 == 0 and 0 < room < 1:
+            step = min(SMALLEST_STEP * max(1, abs(exclusive)), room / 2)
+            schema[keys[1]] = exclusive + inwards * step
+
+
+def _bounds(schema: dict[str, Any], keys: tuple[str, ...]) -> dict[str, float]:
+    """Return those of *keys* that are numbers; in older schemas `exclusiveMinimum` is a boolean."""
+    found = {key: schema.get(key) for key in keys}
+    return {key: each for key, each in found.items() if isinstance(each, int | float) and not isinstance(each, bool)}
 
 
 def _within(bound: int, inwards: int) -> int:
     """Return the integer nearest to *bound*, upwards if *inwards* is 1 and downwards if it is -1, that is exact."""
-    if abs(bound) > INTEGER_LIMIT:
-        raise _error(f"json has the bound {shown(bound)}; bounds must be from -2^63 to 2^63")
+    if bound * inwards > LARGEST:
+        raise _error(f"json has the bound {shown(bound)}; integers must lie within 64 bits")
+    if bound * inwards < -LARGEST:
+        return -LARGEST * inwards
     found = float(bound)
-    is_inside = (int(found) - bound) * inwards >= 0 and abs(found) < INTEGER_LIMIT
+    is_inside = (int(found) - bound) * inwards >= 0
     return int(found if is_inside else math.nextafter(found, inwards * math.inf))
 
 

@@ -17,7 +17,7 @@ from cluster.bench.client import BenchTarget, RequestTiming
 from cluster.bench.load import Traffic
 from cluster.bench.load import run as run_load
 from cluster.cli.console import ERR, OUT
-from cluster.cli.options import HYPHENS, engine_options, one_model, with_options
+from cluster.cli.options import HYPHENS, CommandGroup, engine_options, one_model, with_options
 from protos.config import aliases, argument_names
 from protos.errors import ConfigError
 
@@ -27,6 +27,7 @@ OWN_OPTIONS = ("model", "max_num_seqs", argument_names.SPECULATIVE, *sorted(alia
 
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Measure a server under load (serve), methods on a model (compare), or the engine against others (engine).",
     rich_markup_mode=None,
     add_completion=False,

@@ -41,7 +41,7 @@ def stream(config: EngineConfig, prompt: str, sampling: dict[str, Any], log: Pat
         for line in summary(len(answer.token_ids), seconds, counted, is_on=config.speculative is not None):
             show_progress(line)
         if opened is not None:
-            settings = logged_sampling(params, params.seed or 0)
+            settings = logged_sampling(params, _used(config, params.seed or 0))
             opened.write(answer.line(config.model.model, prompt, llm.get_tokenizer().encode(prompt), settings))
 
 
@@ -106,6 +106,11 @@ def _seeded(params: Sequence[SamplingParams], config: EngineConfig) -> list[Samp
     return [replace(one, seed=drawn.getrandbits(64)) if one.seed is None else one for one in params]
 
 
+def _used(config: EngineConfig, seed: int) -> int | None:
+    """Return the seed of a sample; None if the engine used another one, which it does not tell."""
+    return None if config.mixes_seeds else seed
+
+
 def _log_all(
     log: OutputLog, config: EngineConfig, results: Sequence[RequestOutput], params: Sequence[SamplingParams]
 ) -> None:
@@ -128,7 +133,7 @@ def _logged(
         config.model.model,
         prompt,
         sample.text,
-        logged_sampling(params, mix_seed(params.seed or 0, sample.index)),
+        logged_sampling(params, _used(config, mix_seed(params.seed or 0, sample.index))),
         sample.finish_reason or "",
         None if logprobs is None else [{token: found.logprob for token, found in each.items()} for each in logprobs],
     )

@@ -152,10 +152,9 @@ def check(
     from cluster.check.check import CheckOptions  # noqa: PLC0415 - as above
     from cluster.cli.check import read_prompts, run  # noqa: PLC0415
 
-    config = engine_config({**engine, "model": one_model(positional_model, model)})
-    options = CheckOptions(
-        read_prompts(prompts, num_prompts), max_tokens, samples, temperature, config.seed or 0, false_alarm
-    )
+    config = engine_config({"seed": 0, **engine, "model": one_model(positional_model, model)})
+    seed = config.seed or 0
+    options = CheckOptions(read_prompts(prompts, num_prompts), max_tokens, samples, temperature, seed, false_alarm)
     if not run(config, options, json):
         raise typer.Exit(1)
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,11 @@ SERVER_OPTIONS: dict[str, tuple[object, object, str, dict[str, Any]]] = {
     "grpc_tls_client_ca": (str | None, None, "PEM file: CA of the certificates that gRPC clients must present", {}),
 }
 """Option name -> type, default, help, limits: where `slipstream serve` listens, with which certificates."""
+SERVE_ONLY = frozenset({
+    "chat_template", "tool_call_parser", "enable_auto_tool_choice", "per_request_spec_decode_metrics", "output_log",
+    "shutdown_timeout",
+})  # fmt: skip
+"""Options of `slipstream serve` that are in no table."""
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTEGERS = ("max_tokens", "min_tokens", "top_k")
 TEXTS = ("stop", "bad_words")
@@ -218,18 +223,13 @@ def _given_once(values: list[str] | None) -> object:
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's values the defaults of the options. Other commands skip those of a server."""
     if path is not None:
-        options = _options(context.command)
-        servers = _options(getattr(context.find_root().command, "commands", {}).get("serve", context.command))
-        context.default_map = {**(context.default_map or {}), **_defaults(path, options, servers.keys())}
+        options = {option.name: option for option in context.command.params if option.name not in (None, "config")}
+        context.default_map = {**(context.default_map or {}), **_defaults(path, options)}
     return path
 
 
-def _options(command: Any) -> dict[str, Any]:
-    """Return the parameters of a command by name, without `--config`."""
-    return {option.name: option for option in command.params if option.name not in (None, "config")}
-
-
-def _defaults(path: Path, options: Mapping[str, Any], servers: Collection[str]) -> dict[str, Any]:
+def _defaults(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    servers = {option.name for option in (*engine_options(), *server_options(), *safety_options())} | SERVE_ONLY
     visible = {name for name, option in options.items() if not getattr(option, "hidden", False)}
     defaults = {}
     for key, value in _yaml(path).items():
@@ -244,7 +244,7 @@ def _defaults(path: Path, options: Mapping[str, Any], servers: Collection[str]) 
 
 def _as_option(option: Any, value: object) -> object:
     """Return a value of the file as it would come from the command line."""
-    if getattr(option, "multiple", False):
+    if value is not None and getattr(option, "multiple", False):
         return value if isinstance(value, list) else [value]
     return json.dumps(value) if _is_json(option.name, value) else value
 
@@ -261,8 +261,9 @@ def _yaml(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = path if mark is None else f"{path}, line {mark.line + 1},"
-        raise ConfigError(f"{where} is not YAML: {getattr(error, 'problem', None) or error}") from None
+        where = path if mark is None else f"line {mark.line + 1} of {path}"
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where} is not YAML: {problem}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, Mapping):

@@ -357,6 +357,14 @@ class EngineConfig:
     log_requests: bool = False
     log_format: LogFormat = "text"
 
+    @property
+    def mixes_seeds(self) -> bool:
+        """Whether a number of its own is mixed into the seed of each request.
+
+        A draft may be an earlier answer with the same seed, whose noise it would otherwise tell a probabilistic rule.
+        """
+        return self.speculative is not None and self.speculative.is_probabilistic
+
 
 _JSON = TypeAdapter(EngineConfig)
 

@@ -44,8 +44,8 @@ class LoggedOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: list[dict[int, float]] | None = None
 
 
-def logged_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return the parameters that are not the defaults, with the resolved *seed*; temperature always."""
+def logged_sampling(params: SamplingParams, seed: int | None) -> dict[str, Any]:
+    """Return the parameters that are not the defaults, with the resolved *seed* if it is known; temperature always."""
     defaults = asdict(SamplingParams())
     changed = {
         name: value for name, value in asdict(params).items() if name not in NOT_LOGGED and value != defaults[name]

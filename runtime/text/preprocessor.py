@@ -40,7 +40,7 @@ class Preprocessor:
         capacity: size of the KV cache, in tokens.
         eos_ids: end a sequence, unless the request ignores them.
         seed: makes the drawn seeds reproducible.
-        has_own_noise: mix what is drawn into the seeds of requests, too: no two of them share noise.
+        mixes_seeds: see `EngineConfig`.
         default_max_tokens: limit of answers without `max_tokens`; None for the end of the context.
     """
 
@@ -53,7 +53,7 @@ class Preprocessor:
         capacity: int,
         eos_ids: Sequence[int] = (),
         seed: int | None = None,
-        has_own_noise: bool = False,
+        mixes_seeds: bool = False,
         default_max_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -61,7 +61,7 @@ class Preprocessor:
         self.max_model_len = max_model_len
         self._capacity = capacity
         self._eos_ids = tuple(eos_ids)
-        self._random, self._has_own_noise = random.Random(seed), has_own_noise
+        self._random, self._mixes_seeds = random.Random(seed), mixes_seeds
         self._default_max_tokens = default_max_tokens
         self.grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
 
@@ -164,7 +164,8 @@ class Preprocessor:
         return token_ids[-keep:]
 
     def _seed(self, wanted: int | None) -> int:
-        if wanted is not None and not self._has_own_noise:
+        """Return the seed of a request that asks for *wanted*."""
+        if wanted is not None and not self._mixes_seeds:
             return wanted
         drawn = self._random.getrandbits(64)
         return drawn if wanted is None else mix((wanted & MASK) ^ drawn)

@@ -25,8 +25,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_pairs.build(tmp_path_factory.mktemp("pair"), "llama")
 
 
-def generate(pair: tuple[Path, Path], *given: str) -> None:
-    speculative = json.dumps({"model": str(pair[1]), "num_speculative_tokens": 3})
+def generate(pair: tuple[Path, Path], *given: str, rule: str = "coupled") -> None:
+    asked = {"model": str(pair[1]), "num_speculative_tokens": 3, "rejection_sample_method": rule}
+    speculative = json.dumps(asked)
     options = ["--model", str(pair[0]), "--speculative-config", speculative, *SMALL]
     cli.app(["generate", *given, *options], standalone_mode=False)
 
@@ -50,6 +51,15 @@ def test_the_logged_parameters_give_the_logged_tokens_again(pair: tuple[Path, Pa
             found = llm.generate({"prompt_token_ids": one["prompt_token_ids"]}, params, use_tqdm=False)[0].outputs[0]
             assert (found.token_ids, found.text) == (one["output_token_ids"], one["output"])
             assert found.finish_reason == one["finish_reason"]
+
+
+def test_seeds_that_were_mixed_are_not_logged(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Under rejection sampling the engine uses other seeds than those that are asked for."""
+    source, log = tmp_path / "in.jsonl", tmp_path / "log.jsonl"
+    source.write_text('{"prompt": "abc", "n": 2, "seed": 3}\n{"prompt": "abc"}\n')
+    generate(pair, "--prompts", str(source), "--log", str(log), "--max-tokens", "3", rule="standard")
+    generate(pair, "abc", "--log", str(log), "--seed", "3", "--max-tokens", "3", rule="standard")
+    assert [one["sampling"]["seed"] for one in lines(log)] == [None] * 4
 
 
 def test_a_streamed_answer_is_added_with_the_log_probabilities_asked_for(

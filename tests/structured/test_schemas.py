@@ -31,6 +31,9 @@ NUMBERS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "integer", "minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53)]),
     ({"type": "integer", "maximum": -(2**53) - 1}, [str(-(2**53) - 2)], [str(-(2**53))]),
     ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["0", str(2**62)], [str(2**63)]),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["0", "7"], ["-1"]),
+    ({"type": "integer", "minimum": -(2**70)}, ["-7", "7"], ["0.5"]),
+    ({"type": "number", "exclusiveMinimum": 10**13, "maximum": 10**13 + 0.5}, ["10000000000000.4"], ["10000000000000"]),
     ({"enum": [2**53, True, 1.5]}, [str(2**53), "true", "1.5"], [str(2**53 + 1)]),
     ({"type": "array", "uniqueItems": False, "items": {"type": "integer"}}, ["[1,1]"], ['["a"]']),
     ({"properties": {"uniqueItems": {"const": False}, "enum": {"enum": [1]}}}, ['{"enum":1}'], ['{"enum":2}']),
@@ -50,13 +53,20 @@ def test_bounds_and_values_are_kept(schema: dict[str, Any], right: list[str], wr
     [
         ({"enum": [1, 2**53 + 1]}, "json has the integer 9007199254740993 in const or enum"),
         ({"properties": {"id": {"const": {"a": [10**22 + 1]}}}}, "json has the integer 10000000000000000000001 in"),
-        ({"type": "integer", "minimum": -(2**70)}, "bounds must be from -2^63 to 2^63"),
+        ({"type": "integer", "minimum": 2**63}, "json has the bound 9223372036854775808; integers must lie within"),
     ],
     ids=str,
 )
 def test_integers_that_would_be_changed_are_refused(schema: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(says)):
         grammar_of(StructuredOutputsParams(json=schema))
+
+
+def test_exclusive_bounds_of_older_schemas_are_left_alone() -> None:
+    """They are booleans."""
+    for is_exclusive in (True, False):
+        schema = {"minimum": 0, "exclusiveMinimum": is_exclusive, "maximum": 1.5}
+        assert json.loads(grammar_of(StructuredOutputsParams(json=schema)).text).items() >= schema.items()
 
 
 def function(name: str, parameters: dict[str, Any]) -> Tool:
@@ -104,6 +114,24 @@ def test_references_are_of_the_function_they_are_in() -> None:
     assert accepts(asked, call("text", {"item": "a"}))
     assert not accepts(asked, call("text", {"item": "a", "again": 2}))
     assert accepts(asked, call("older", {"item": None}))
+
+
+def test_older_drafts_in_which_ids_beside_references_do_not_count() -> None:
+    number = {"N": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    older = {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/N", "definitions": number}
+    asked = calling(function("f", older))
+    assert accepts(asked, call("f", {"a": 1}))
+    assert not accepts(asked, call("f", {"a": "b"}))
+
+
+def test_one_id_for_two_definitions_is_refused() -> None:
+    def tool(name: str, kind: str) -> Tool:
+        definitions = {"X": {"$id": "https://example.com/x", "type": kind}}
+        return function(name, {"type": "object", "$defs": definitions})
+
+    calling(tool("f", "integer"), tool("g", "integer"))
+    with pytest.raises(InvalidRequestError, match=r"two functions define the \$id 'https://example.com/x'"):
+        calling(tool("f", "integer"), tool("g", "string"))
 
 
 @pytest.mark.parametrize("given", [{}, {"type": ["object", "null"]}], ids=str)

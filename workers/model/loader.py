@@ -141,7 +141,10 @@ def pick_dtype(
 
 
 def _stored_dtype(folder: Path) -> str:
-    with open_file(weight_files(folder, folder.name)[0]) as weights:
+    files = weight_files(folder, folder.name)
+    if not files:
+        return "F32"
+    with open_file(files[0]) as weights:
         kinds = [str(weights.get_slice(name).get_dtype()) for name in weights.keys()]  # noqa: SIM118 - no mapping
     return next((kind for kind in kinds if kind in DTYPES), "F32")
 
@@ -204,7 +207,7 @@ def _quiet() -> Iterator[None]:
 def _needs_own_reader(folder: Path, name: str, keeper: Keeper) -> bool:
     """Return whether `transformers` would load more than the language model, need a package, or hold all values.
 
-    Or read what torch saved.
+    It is not asked to read what torch saved, either: `workers.weights.files` maps it into memory, and checks it.
     """
     described = read_described(folder, name)
     is_plain = isinstance(keeper, AsValues) and not described.get("quantization_config") and not is_wrapped(described)

@@ -19,12 +19,14 @@ def read_described(folder: Path, name: str) -> dict[str, Any]:
         ModelError: a file is missing or damaged; names the model as *name*.
     """
     if not (folder / CONFIG).is_file():
-        raise ModelError(f"{name}: the folder has no {CONFIG}")
+        raise ModelError(f"{name}: there is no {CONFIG}")
     described = read_json(folder / CONFIG, name)
     if described.get("quantization_config") or not (folder / MODEL_OPT).is_file():
         return described
-    beside = read_json(folder / MODEL_OPT, name).get("quantization")
-    return described | {"quantization_config": {"quant_method": "modelopt", "quantization": beside or {}}}
+    quantization = read_json(folder / MODEL_OPT, name).get("quantization")
+    if not isinstance(quantization, dict) or not quantization.get("quant_algo"):  # weights are not quantised
+        return described
+    return described | {"quantization_config": {"quant_method": "modelopt", "quantization": quantization}}
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

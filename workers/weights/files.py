@@ -98,8 +98,7 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"{path} holds more than tensors, and would run code when loaded: it is not read "
-            f"({str(error).strip().splitlines()[0][:200]})"
+            f"{path} holds more than tensors, which would run code when loaded, or is damaged: it is not read"
         ) from error
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error

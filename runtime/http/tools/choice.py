@@ -210,7 +210,12 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _calls_of(tools: Sequence[Tool], *, is_parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls."""
+    """Return the schema of a list of calls.
+
+    Raises:
+        InvalidRequestError: parameters are no object, or two functions give one `$id` to different schemas.
+    """
+    _check_ids(tools)
     calls = [_call_of(tool, number) for number, tool in enumerate(tools)]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not is_parallel:
@@ -219,11 +224,27 @@ def _calls_of(tools: Sequence[Tool], *, is_parallel: bool) -> dict[str, Any]:
 
 
 def _call_of(tool: Tool, number: int) -> dict[str, Any]:
-    # An id of its own makes it the root of its references.
+    # An id of its own makes it the root of its references. In older drafts, an id beside a reference does not count.
     parameters = {**_parameters(tool), "$id": f"urn:slipstream:tool:{number}"}
+    parameters.pop("$schema", None)
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
+
+
+def _check_ids(tools: Sequence[Tool]) -> None:
+    """Check that what the functions define under one `$id` is the same; the ids of whole parameters do not matter."""
+    seen: dict[str, Any] = {}
+    for tool in tools:
+        values: list[Any] = [*_parameters(tool).values()]
+        while values:
+            value = values.pop()
+            values.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+            name = value.get("$id") if isinstance(value, dict) else None
+            if isinstance(name, str) and seen.setdefault(name, value) != value:
+                raise InvalidRequestError(
+                    f"tools: two functions define the $id {shown(name)}, each in its own way; name them apart", "tools"
+                )

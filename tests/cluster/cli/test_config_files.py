@@ -1,11 +1,14 @@
 """The YAML file of `--config`."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+from cluster.cli import main
+from cluster.cli.options import SERVE_ONLY, engine_options, safety_options, server_options
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from tests.cluster.cli.conftest import run
@@ -31,7 +34,7 @@ def test_a_yaml_file_has_the_same_names_and_flags_win(tmp_path: Path, served: li
     [
         ("max_modl_len: 3", "unknown option 'max_modl_len', did you mean 'max_model_len'"),
         ("- a", "must hold options"),
-        ("a: 1\nb: [\n", "line 3, is not YAML: expected the node content"),
+        ("a: 1\nb: [\n", "line 3 of .*config.yaml is not YAML: expected the node content"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, text: str, says: str) -> None:
@@ -48,6 +51,20 @@ def test_options_that_may_be_repeated_may_be_single(tmp_path: Path, served: list
     ((config, options),) = served
     assert config.served_model_name == ("a",)
     assert (options.safety.api_key, options.safety.allowed_origins) == (("secret",), ("https://a.example",))
+
+
+def test_null_is_the_default(tmp_path: Path, served: list[tuple[EngineConfig, Any]]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: m\nserved_model_name: null\napi_key: null\nallowed_origins: null\nport: null\n")
+    run("serve", "--config", str(path))
+    ((config, options),) = served
+    assert (config.served_model_name, options.safety.api_key, options.http.port) == ((), (), 8000)
+
+
+def test_options_of_a_server_are_known_to_all_commands() -> None:
+    own = {name for name in inspect.signature(main.serve).parameters if name not in ("config", "positional_model")}
+    tables = {option.name for option in (*engine_options(), *server_options(), *safety_options())}
+    assert own - tables == SERVE_ONLY
 
 
 def test_other_commands_take_a_servers_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,7 @@ def test_a_full_queue_refuses_at_once_and_recovers() -> None:
         served.idle()
         text = served.get("/metrics").text
         assert 'slipstream_requests_turned_away_total{engine="0",model_name="fake",reason="overloaded"} ' in text
+        assert "vllm:requests_turned_away" not in text
         assert served.post(prompt="x", max_tokens=3).json()["choices"][0]["text"] == expected("x", 3)
 
 

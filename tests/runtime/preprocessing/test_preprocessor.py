@@ -60,10 +60,10 @@ def test_the_engine_seed_repeats_the_drawn_seeds(tokenizer: PreTrainedTokenizerF
     assert len(set(seeds(1))) == 4
 
 
-def test_requests_with_noise_of_their_own_share_no_seed(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_no_two_requests_share_a_seed_where_seeds_are_mixed(tokenizer: PreTrainedTokenizerFast) -> None:
     def seeds(seed: int | None) -> list[int]:
         sizes = {"vocab_size": VOCAB, "max_model_len": 64, "capacity": 64}
-        made = Preprocessor(tokenizer, **sizes, seed=seed, has_own_noise=True)
+        made = Preprocessor(tokenizer, **sizes, seed=seed, mixes_seeds=True)
         given = [SamplingParams(seed=wanted) for wanted in (7, 7, 8, -1, None, None)]
         return [made.requests([5], params, "r")[0].sampling.seed for params in given]
 

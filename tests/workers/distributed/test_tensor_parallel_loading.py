@@ -173,7 +173,7 @@ def test_a_rank_reads_its_own_part_only(family: str, tmp_path: Path, monkeypatch
         opened.append(Counted(safe_open(*args)))
         return opened[-1]
 
-    monkeypatch.setattr("workers.weights.reader.safe_open", count)
+    monkeypatch.setattr("workers.weights.files.safe_open", count)
     folder = build(family, tmp_path, vocab_size=VOCAB)
     stored = sum(weight.numel() for weight in load_file(folder / "model.safetensors").values())
     shares = in_memory(2, lambda group: share(folder, group))

@@ -102,6 +102,8 @@ def test_what_torch_saved_is_fetched_where_there_are_no_safetensors(hub: Hub) ->
     assert not list(fetch_model(ModelConfig(model=NAME)).glob("*.bin"))
     (hub.source / "model.safetensors").unlink()
     (hub.cache / "model.safetensors").unlink()
+    save_file({"v_head.weight": torch.ones(2)}, hub.source / "v_head.safetensors")  # beside the model's
+    torch.save({}, hub.source / "pytorch_model.fp16.bin")
     assert [path.name for path in ends(NAME).glob("*.bin")] == ["pytorch_model-0.bin"]
     assert len(list(fetch_model(ModelConfig(model=NAME)).glob("*.bin"))) == 2
 

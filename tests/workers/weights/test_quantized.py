@@ -19,6 +19,7 @@ from tests.support.models import quantized as formats
 from tests.support.models.quantized_layers import values_of
 from tests.support.models.tiny_models import build
 from workers.model.loader import load
+from workers.weights.described import read_described
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,6 +135,10 @@ def test_a_description_beside_the_config(tmp_path: Path) -> None:
     found, wanted = (values_of(load(ModelConfig(model=str(path))).model) for path in (folder, plain))
     for name, values in wanted.items():
         torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6)
+    plain_config = json.loads((plain / "config.json").read_text())
+    for nothing in ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "x", None):
+        (plain / "hf_quant_config.json").write_text(json.dumps({"quantization": nothing}))
+        assert read_described(plain, "m") == plain_config
     quantization["quant_algo"] = "NVFP4"
     (folder / "hf_quant_config.json").write_text(json.dumps(beside))
     with pytest.raises(ModelError, match="quant_algo is 'NVFP4', but only 'FP8' is supported"):
