@@ -254,9 +254,22 @@ def _is_json(name: str, value: object) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, list) and name in argument_names.NAMES)
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads YAML as `yaml.safe_load`, which takes the last of equal keys; this one refuses them."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(problem=f"{name} is given twice", problem_mark=key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def _yaml(path: Path) -> Mapping[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
     except yaml.YAMLError as error:

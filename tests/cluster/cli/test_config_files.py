@@ -34,6 +34,12 @@ def test_a_yaml_file_has_the_same_names_and_flags_win(tmp_path: Path, served: li
     [
         ("max_modl_len: 3", "unknown option 'max_modl_len', did you mean 'max_model_len'"),
         ("- a", "must hold options"),
+        ("? [a]\n: 1", "is not YAML: found unhashable key"),
+        (
+            "max_num_seqs: 4\nport: 9\nmax_num_seqs: 5",
+            "line 3 of .*config.yaml is not YAML: max_num_seqs is given twice",
+        ),
+        ("speculative_config: {method: ngram, method: suffix}", "method is given twice"),
         ("a: 1\nb: [\n", "line 3 of .*config.yaml is not YAML: expected the node content"),
     ],
 )
