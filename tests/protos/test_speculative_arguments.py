@@ -93,7 +93,7 @@ SYNTHETIC = {"model": "d", "num_speculative_tokens": 3, "rejection_sample_method
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"method": "suffix", "num_speculative_tokens": 15}, "'suffix' is not available; choose one of: draft_"),
+        ({"method": "suffix", "num_speculative_tokens": 15}, "'suffix' is not available; choose one of: auto, draft_"),
         ({"method": ["ngram", "eagle"]}, "'eagle' is not available"),
         ({"num_speculative_tokens": 3}, "needs a method or a draft model"),
         ({"method": "draft_model"}, "needs a model"),

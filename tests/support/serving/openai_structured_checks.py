@@ -126,7 +126,8 @@ def a_call_without_parameters(client: openai.OpenAI, model: str) -> None:
 
 
 def a_call_that_cannot_be_described(client: openai.OpenAI, model: str) -> None:
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
+    parameters = {"properties": {"a": {"type": "no such type"}}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(openai.BadRequestError, match="tools cannot be called as they are described") as refused:
         client.chat.completions.create(model=model, messages=USER, tools=[tool], tool_choice="required")
     assert refused.value.param == "tools"
