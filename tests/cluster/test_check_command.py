@@ -168,7 +168,7 @@ def test_a_wrong_distribution_is_found_where_identity_is_not_promised(
 ) -> None:
     check_bugs.resample_from_p(monkeypatch)
     standard = drafted(pair, rejection_sample_method="standard")
-    given = [*options(pair, prompts, standard), "--samples", "300"]
+    given = [*options(pair, prompts, standard), "--samples", "900"]
     status, report = run(given, tmp_path / "report.json")
     assert (status, report["verdict"]) == (1, "VIOLATED: the sampled distribution")
     assert report["greedy"]["passed"]
