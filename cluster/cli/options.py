@@ -96,13 +96,9 @@ def _engine_parameter(name: str, shown: str | None) -> inspect.Parameter:
 def _defaults_of_fields() -> dict[tuple[str, str], object]:
     """Return the default of each field of the configuration, by its part and its name; `MISSING` without one."""
     parts: dict[str, Any] = {"engine": EngineConfig, **PARTS}
-    return {
-        (name, field.name): getattr(
-            field.default, "default", field.default
-        )  # of pydantic's fields, or the value itself
-        for name, part in parts.items()
-        for field in fields(part)
-    }
+    found = {(name, field.name): field.default for name, part in parts.items() for field in fields(part)}
+    # Some are fields of pydantic, the others the value itself.
+    return {key: getattr(default, "default", default) for key, default in found.items()}
 
 
 def _with_default(option: argument_names.Option) -> str:

@@ -1,9 +1,6 @@
 """`slipstream check` as users run it: it passes without bugs, and names a planted bug."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,8 @@ from cluster.cli import main as cli
 from protos.errors import ConfigError
 from tests.support import check_bugs
 from tests.support.models import tiny_pairs
+from tests.support.processes import slipstream
 
-ROOT = Path(__file__).parents[2]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SMALL = ["--dtype", "float32", "--num-gpu-blocks-override", "512", "--enforce-eager", "--block-size", "8"]
 SIZE = ["--num-prompts", "6", "--max-tokens", "24", "--samples", "100", "--temperature", "0.4"]
@@ -257,23 +254,9 @@ def test_prompts_of_a_file_or_the_demos_own(tmp_path: Path) -> None:
         cli_check.read_prompts(text, 2)
 
 
-def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as users do."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "slipstream", *given],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        check=False,
-        cwd=ROOT,
-        env=environment,
-    )
-
-
 def test_the_command_passes(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
-    done = slipstream(*options(pair, prompts, NGRAM), "--num-prompts", "3", "--json", str(output))
+    done = slipstream(*options(pair, prompts, NGRAM), "--num-prompts", "3", "--json", str(output), timeout_s=3000)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("passed: speculation changes nothing\n")
     assert json.loads(output.read_text())["passed"]
@@ -285,7 +268,7 @@ def test_the_command_passes(pair: tuple[Path, Path], prompts: Path, tmp_path: Pa
 def test_the_demo_pair_passes(tmp_path: Path, rule: str) -> None:
     output = tmp_path / "report.json"
     speculative = json.dumps({"rejection_sample_method": rule})
-    done = slipstream("check", "--speculative-config", speculative, "--json", str(output))
+    done = slipstream("check", "--speculative-config", speculative, "--json", str(output), timeout_s=3000)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(output.read_text())["passed"]

@@ -1,8 +1,27 @@
-"""Waiting for processes and conditions."""
+"""The `slipstream` command in a process of its own, and waiting for processes and conditions."""
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def slipstream(*given: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a command as users do, in a wide terminal."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream", *given],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
 
 
 def is_running(pid: int) -> bool:

@@ -21,8 +21,8 @@ from workers.weights.wrapped import text_described
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
-SAFE = (INDEX, "model.safetensors")
-WEIGHTS = (*SAFE, "pytorch_model.bin.index.json", "pytorch_model.bin")
+SAFETENSORS = (INDEX, "model.safetensors")
+WEIGHTS = (*SAFETENSORS, "pytorch_model.bin.index.json", "pytorch_model.bin")
 """Where the weights of a model are, the first that exists: an index of shards, or one file."""
 CONFIGS = (CONFIG, MODEL_OPT)
 TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -55,7 +55,7 @@ def _folder(config: ModelConfig, patterns: Seq[str]) -> Path:
 def fetch_model(config: ModelConfig) -> Path:
     """As `fetch`: safetensors, or what torch saved where there are none. Raises `ModelError`."""
     folder = fetch(config)
-    return folder if any((folder / name).is_file() for name in SAFE) else fetch(config, SAVED_FILES)
+    return folder if any((folder / name).is_file() for name in SAFETENSORS) else fetch(config, SAVED_FILES)
 
 
 def fetch_tokenizer(config: ModelConfig) -> Path:

@@ -1,7 +1,6 @@
 """The command line: options in all spellings, results, and one-line errors."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from protos.config.engine import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
 from tests.cluster.cli.conftest import run
 from tests.support.models import tiny_pairs
+from tests.support.processes import slipstream
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--dtype", "float32", "--num-gpu-blocks-override", "128", "--enforce-eager"]
@@ -31,20 +31,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def model_options(pair: tuple[Path, Path]) -> list[str]:
     speculative = json.dumps({"model": str(pair[1]), "num_speculative_tokens": 3})
     return ["--model", str(pair[0]), "--speculative-config", speculative, *SMALL]
-
-
-def slipstream(*given: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as users do."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "slipstream", *given],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-        env=environment,
-    )
 
 
 # Spellings
