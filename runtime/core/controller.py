@@ -5,9 +5,13 @@ Every engine has one `Controller`. `LLM` in one process calls `step` from its ow
 there the loop is `runtime.frontend.channel.run_controller`, which calls `step` until its inbox is stopped.
 """
 
+import _signal  # type: ignore[import-not-found]  # signal's functions without their enums, which took 20 us of a step
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from msgspec import structs
@@ -47,6 +51,26 @@ class LocalInbox:
     def wait(self) -> list[TokenOutput]:
         """See `Inbox`."""
         return []
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a KeyboardInterrupt that comes in the block wait for its end: what is half done would be lost.
+
+    It comes in the main thread alone, where `LLM` runs steps; a program's own handler of SIGINT is left as it is.
+    """
+    handler = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or _signal.getsignal(signal.SIGINT) is not handler:
+        yield
+        return
+    came: list[int] = []
+    _signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        _signal.signal(signal.SIGINT, handler)
+        if came:
+            raise KeyboardInterrupt
 
 
 class Controller:
@@ -89,11 +113,12 @@ class Controller:
         return outputs
 
     def _step(self, outputs: list[TokenOutput]) -> None:
-        outputs += self.scheduler.admit(self.inbox.drain())  # new requests, aborts
-        if not self._poll(outputs):
-            return  # lost targets are being rebuilt
-        began = time.monotonic()
-        plan = self.scheduler.schedule(self.policy, self.executor.drafting)  # rows, blocks, draft tokens
+        with _uninterrupted():
+            outputs += self.scheduler.admit(self.inbox.drain())  # new requests, aborts
+            if not self._poll(outputs):
+                return  # lost targets are being rebuilt
+            began = time.monotonic()
+            plan = self.scheduler.schedule(self.policy, self.executor.drafting)  # rows, blocks, draft tokens
         if not plan.rows:
             if not outputs:
                 outputs += self.inbox.wait()
@@ -101,9 +126,10 @@ class Controller:
         verdicts = self._run(plan, outputs)  # propose, score and verify, on the workers
         if verdicts is None:
             return  # the targets were lost, or ran out of memory
-        committed = self.scheduler.commit(plan, verdicts)  # the only place where tokens are added
-        outputs += committed
-        self._report(plan, verdicts, committed, time.monotonic() - began)
+        with _uninterrupted():
+            committed = self.scheduler.commit(plan, verdicts)  # the only place where tokens are added
+            outputs += committed
+            self._report(plan, verdicts, committed, time.monotonic() - began)
 
     def _report(self, plan: RoundPlan, verdicts: list[Verdict], outputs: list[TokenOutput], seconds: float) -> None:
         """Report a committed step to what learns from it."""

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import signal
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -172,6 +173,30 @@ def test_an_interrupted_step_costs_other_streams_nothing(
     scheduler = llm._engine.assembled.controller.scheduler
     scheduler.check_integrity()
     assert not scheduler._in_flight
+
+
+@pytest.mark.parametrize("within", ["schedule", "commit"])
+def test_an_interrupt_waits_until_the_books_of_a_step_are_kept(
+    llm: LLM, reference: list[list[int]], within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C that came after the first of two rows lost the tokens of both, which no one had read."""
+    scheduler, rows = llm._engine.assembled.controller.scheduler, count()
+    owner, name = (scheduler._planner, "row") if within == "schedule" else (scheduler, "_commit_row")
+    method = getattr(owner, name)
+
+    def interrupted(*row: Any) -> Any:
+        if next(rows) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return method(*row)
+
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    heads = [list(next(stream).token_ids) for stream in streams]
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+    tails = [[token for output in stream for token in output.token_ids] for stream in streams]
+    assert [head + tail for head, tail in zip(heads, tails, strict=True)] == reference[:2]
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 1}, [{"max_tokens": 1}], "greedy"])
