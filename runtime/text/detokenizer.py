@@ -1,6 +1,7 @@
 """Incremental detokenization: whole characters only, with stop strings."""
 
 import codecs
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 5
 MAX_HELD_TOKENS = 16
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""What vocabularies with byte fallback call the token of a byte."""
+LONGEST_CHARACTER = 4
+"""Bytes in UTF-8."""
 
 
 class PieceDecoder(Protocol):
@@ -59,13 +64,20 @@ class _BytePieces:
 
 
 class _WindowPieces:
-    """For other vocabularies: decodes a short window of context and new tokens, and returns the text they add."""
+    """For other vocabularies: decodes a short window of context and new tokens, and returns the text they add.
+
+    Args:
+        decode: decodes tokens together.
+        context: whole characters that precede the text.
+        held: the beginning of the text's first character.
+    """
 
     __slots__ = ("_decode", "_num_context", "_shown", "_window")
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int], held: Sequence[int]) -> None:
         self._decode = decode
         self._advance_to(list(context))
+        self._window += held
 
     def _advance_to(self, context: list[int]) -> None:
         self._window = context
@@ -84,6 +96,24 @@ class _WindowPieces:
 
     def flush(self) -> str:
         return self._decode(self._window)[self._shown :]
+
+
+def _ends_of_characters(bytes_T: Sequence[int | None]) -> tuple[int, int]:
+    """Return where the context of what follows *bytes_T* begins and ends; None is a token of another kind.
+
+    Tokens of single bytes are decoded together: a part of a character would break all characters after it. So the
+    context has no such part, and what it ends before is the beginning of one.
+    """
+    lead = len(bytes_T) - 1
+    while lead > 0 and (byte := bytes_T[lead]) is not None and byte & 0xC0 == 0x80:
+        lead -= 1
+    character = bytes(byte for byte in bytes_T[max(lead, 0) :] if byte is not None)
+    if not character:
+        return max(0, len(bytes_T) - CONTEXT_TOKENS), len(bytes_T)
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    utf8.decode(character)
+    (incomplete, _) = utf8.getstate()
+    return _ends_of_characters(bytes_T[:lead]) if incomplete else (lead, len(bytes_T))
 
 
 class Detokenizer:
@@ -197,9 +227,11 @@ class DetokenizerFactory:
         if self._byte_level:
             return _BytePieces(self._bytes_of(skip_special))
         tokenizer: Any = self._tokenizer
-        return _WindowPieces(
-            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special)), prompt[-CONTEXT_TOKENS:]
-        )
+        last = prompt[-CONTEXT_TOKENS - LONGEST_CHARACTER :]
+        spelt = [BYTE.fullmatch(tokenizer.id_to_token(token_id) or "") for token_id in last]
+        start, end = _ends_of_characters([int(byte[1], 16) if byte else None for byte in spelt])
+        decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special))  # noqa: E731
+        return _WindowPieces(decode, last[start:end], last[end:])
 
     def _bytes_of(self, skip_special: bool) -> _TokenBytes:
         bytes_by_id = self._token_bytes.get(skip_special)

@@ -148,6 +148,26 @@ def test_byte_fallback_shows_whole_characters_only() -> None:
     assert shown == [" a", "", "", "\ufffd\ufffd"]
 
 
+@settings(max_examples=300, deadline=None)
+@given(prompt=st.text("b日é😀\u200d�", min_size=1, max_size=6), answer=st.text("b日é😀\u200d�!", max_size=12))
+def test_characters_in_single_bytes_follow_a_prompt_of_such(prompt: str, answer: str) -> None:
+    """The context of the answer may not begin within a character: all bytes after it would be lost."""
+    first = METASPACE.token_to_id("▁Hello")
+    ids, before = (METASPACE.encode(text, add_special_tokens=False).ids for text in (answer, prompt))
+    pieces, _ = stream(make(METASPACE, [first, *before]), ids)
+    assert "".join(pieces) == answer
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text("日é😀\u200d", min_size=1, max_size=8), data=st.data())
+def test_a_character_that_began_in_the_prompt_is_whole_in_the_answer(text: str, data: st.DataObject) -> None:
+    ids = METASPACE.encode(text, add_special_tokens=False).ids
+    cut = data.draw(st.integers(1, len(ids) - 1))
+    pieces, _ = stream(make(METASPACE, [METASPACE.token_to_id("b"), *ids[:cut]]), ids[cut:])
+    num_whole = len(text.encode()[:cut].decode(errors="ignore"))
+    assert "".join(pieces) == text[num_whole:]
+
+
 def test_bytes_that_never_become_a_character_are_shown_after_a_while() -> None:
     broken = METASPACE.token_to_id("<0xFF>")
     shown, _ = stream(make(METASPACE, [METASPACE.token_to_id("▁Hello")]), [broken] * 40)
