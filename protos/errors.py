@@ -79,7 +79,7 @@ class OverloadedError(SlipstreamError, RuntimeError):
 
 
 class DrainingError(OverloadedError):
-    """The request was not scheduled, because the server is shutting down; another server may accept it."""
+    """The server is shutting down: the request was not scheduled, or not ended in time. Another may accept it."""
 
 
 class EngineStalledError(OverloadedError):

@@ -57,6 +57,8 @@ def run(
 def _listen_options(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions | None]:
     """Return the options of the HTTP and gRPC servers, with checked certificates; None for no gRPC."""
     host = given["host"]
+    if given["port"] == given["grpc_port"] != 0:
+        raise ConfigError(f"port and grpc_port are both {given['port']}: give two, or grpc_port -1 for no gRPC")
     tls = tls_files(("ssl_certfile", "ssl_keyfile"), given.get("ssl_certfile"), given.get("ssl_keyfile"))
     http = HttpOptions(host, given["port"], tls)
     names = ("grpc_tls_cert", "grpc_tls_key")

@@ -5,7 +5,9 @@ digests of the prompt's first blocks into the session header, which routers see.
 choosing.
 """
 
-from collections import OrderedDict
+import asyncio
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.http.errors import ApiError
 from runtime.http.server.json_size import JsonSize
 
+logger = logging.getLogger("slipstream")
+
 SESSION_HEADER = b"x-session-id"
 MARK = "prefix:"
 """Distinguishes our digests from a session id that a client sent."""
@@ -27,6 +31,9 @@ MAX_BLOCKS = 32
 DIGEST_BYTES = 6
 MAX_BODY_BYTES = 1 << 20
 """Longer bodies are forwarded unparsed, and routed to the least loaded replica."""
+MAX_HELD_BYTES = 64 << 20
+"""Of all bodies that are being read here. While there are more, and after `READ_S`, bodies are forwarded unparsed."""
+READ_S = 5.0
 MAX_KEYS = 100_000
 ROUTES = ("/completions", "/chat/completions", "/responses", "/v1/messages")
 
@@ -128,19 +135,43 @@ class PrefixHeader:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._num_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if not _is_wanted(scope):
             await self._app(scope, receive, send)
             return
-        read = await _read(receive)
-        body = b"".join(message.get("body", b"") for message in read)
-        is_whole = not read[-1].get("more_body", False)
-        keys = keys_of(body) if is_whole and read[-1]["type"] == "http.request" else []
+        read = await self._read(receive)
+        keys = keys_of(b"".join(message.get("body", b"") for message in read)) if _is_whole(read) else []
         if keys:
             scope = {**scope, "headers": [*scope["headers"], (SESSION_HEADER, session_of(keys).encode())]}
         await self._app(scope, _replay(read, receive), send)
+
+    async def _read(self, receive: Receive) -> deque[Message]:
+        """Read a body as far as the limits allow: the replica, which knows the keys, refuses what it does not want."""
+        read: deque[Message] = deque()
+        size = 0
+        try:
+            async with asyncio.timeout(READ_S):
+                while size <= MAX_BODY_BYTES and self._num_held <= MAX_HELD_BYTES and not _has_end(read):
+                    read.append(await receive())
+                    num_bytes = len(read[-1].get("body", b""))
+                    size += num_bytes
+                    self._num_held += num_bytes
+        except TimeoutError:
+            logger.debug("a body is slow: forwarded after %d bytes", size)
+        finally:
+            self._num_held -= size
+        return read
+
+
+def _has_end(read: Sequence[Message]) -> bool:
+    return bool(read) and not read[-1].get("more_body", False)
+
+
+def _is_whole(read: Sequence[Message]) -> bool:
+    return _has_end(read) and read[-1]["type"] == "http.request"
 
 
 def _is_wanted(scope: Scope) -> bool:
@@ -149,24 +180,9 @@ def _is_wanted(scope: Scope) -> bool:
     return all(name.replace(b"_", b"-") != SESSION_HEADER for name, _ in scope["headers"])
 
 
-async def _read(receive: Receive) -> list[Message]:
-    """Read the body, up to `MAX_BODY_BYTES`."""
-    read, size = [], 0
-    while True:
-        message = await receive()
-        read.append(message)
-        size += len(message.get("body", b""))
-        if not message.get("more_body", False) or size > MAX_BODY_BYTES:
-            return read
-
-
-def _replay(read: list[Message], receive: Receive) -> Receive:
-    waiting = iter(read)
-
+def _replay(read: deque[Message], receive: Receive) -> Receive:
     async def again() -> Message:
-        for message in waiting:
-            return message
-        return await receive()
+        return read.popleft() if read else await receive()
 
     return again
 

@@ -68,8 +68,15 @@ def bound(host: str, port: int, option: str = "port") -> Iterator[socket.socket]
     # asyncio disables Nagle's algorithm, a delay of 40 ms, only if the protocol is given.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with not_taken(host, port, option):
             listener.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another host or {option}") from None
         yield listener
+
+
+@contextlib.contextmanager
+def not_taken(host: str, port: int, option: str = "port") -> Iterator[None]:
+    """Turn an error of the system about an address into a `ConfigError` that names *option* as the way to another."""
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another host or {option}") from None

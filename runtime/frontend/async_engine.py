@@ -277,10 +277,13 @@ class AsyncEngine:
         self._has_died.set()
 
     async def close(self) -> None:
-        """Stop the controller. Open streams raise `EngineDeadError`."""
+        """Stop the controller. Open streams raise `DrainingError` after `drain`, else `EngineDeadError`."""
+        end: SlipstreamError | None = None
         if self._failure is None:
             self._failure = EngineDeadError("the engine was shut down")
-        self._streams.end(self._death())
+            if self._is_draining:
+                end = DrainingError("the server has stopped, before this answer ended", DRAINING_RETRY_S)
+        self._streams.end(end or self._death())
         await self._channel.close()
 
 

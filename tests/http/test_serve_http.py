@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.serving.frontend import bound
+from cluster.serving.frontend import bound, not_taken
 from cluster.serving.startup_info import curl_hint, described, served_names
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.errors import ConfigError
@@ -163,6 +163,14 @@ def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
             bound("127.0.0.1", port),
         ):
             pass
+
+
+def test_a_port_that_was_taken_while_loading_is_one_line() -> None:
+    """Two sockets may be bound to a port until one listens."""
+    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", port := first.getsockname()[1]) as second:
+        first.listen()
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} "), not_taken("127.0.0.1", port):
+            second.listen()
 
 
 def test_names_and_description(tmp_path: Path) -> None:

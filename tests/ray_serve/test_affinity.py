@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster.ray_serve import affinity
 from cluster.ray_serve.affinity import (
     BLOCK_CHARS,
     MAX_BLOCKS,
@@ -137,3 +138,28 @@ def test_other_requests_are_left_alone() -> None:
     assert passed_on([sent], [], "/tokenize") == ({}, sent)
     huge = [b" " * (MAX_BODY_BYTES // 2)] * 4 + [sent]
     assert passed_on(huge, []) == ({}, b"".join(huge))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("READ_S", 0.05), ("MAX_HELD_BYTES", 0)])
+def test_slow_bodies_and_too_many_are_left_to_the_replica(
+    name: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers before they are whole, and the proxy holds nothing of them afterwards."""
+    monkeypatch.setattr(affinity, name, limit)
+    first = {"type": "http.request", "body": b"{", "more_body": True}
+    sent, seen = [first], []
+
+    async def receive() -> Message:
+        return sent.pop() if sent else await asyncio.Future()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope["headers"], await receive()))
+
+    async def send(message: Message) -> None:
+        raise AssertionError("the middleware answers nothing")
+
+    middleware = PrefixHeader(app)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(middleware(scope, receive, send))
+    assert seen == [([], first)]
+    assert middleware._num_held == 0

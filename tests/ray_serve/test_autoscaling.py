@@ -101,10 +101,14 @@ def test_waiting_requests_count_as_running_ones() -> None:
     assert reported(EngineStats(kv_usage=0.0, num_running=0, num_waiting=2)) == {KV_DEMAND: 0.0}
 
 
-@pytest.mark.parametrize("target", [0.0, 1.5])
-def test_a_target_outside_of_its_limits_is_refused(target: float) -> None:
-    with pytest.raises(ValueError, match=f"target_kv_usage must be above 0 and at most 1, not {target:g}"):
-        LoadPolicy(target)
+@pytest.mark.parametrize(
+    "given", [{"target_kv_usage": 80}, {"target_kv_usage": 0.0}, {"target_kv_usage": "0.5"}, {"target": 0.5}]
+)
+def test_wrong_arguments_are_told_and_stop_nothing(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """An error of a policy stops Serve's controller from updating any application."""
+    policy = LoadPolicy(**given)
+    assert f"got {given if 'target_kv_usage' in given else {'target_kv_usage': 0.8, **given}}" in caplog.text
+    assert policy(context(0, 0.4, 0.4)) == (pytest.approx(1.0), {})
 
 
 def test_the_shipped_configuration_names_it() -> None:

@@ -13,7 +13,7 @@ from typing import cast
 import uvicorn
 
 from runtime.http.server.connection import GuardedProtocol
-from runtime.http.server.open_connections import OpenConnections
+from runtime.http.server.open_connections import IDLE_S, OpenConnections
 from runtime.metrics.logs import LogLimit
 
 log = logging.getLogger("slipstream")
@@ -49,7 +49,9 @@ class Acceptor:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._is_open = self._is_reading = False
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: dict[asyncio.Task[None], float] = {}
+        """Connections that are being made, and since when, oldest first."""
+        self._making_room: asyncio.TimerHandle | None = None
         self._log_limit = LogLimit()
 
     def open(self) -> None:
@@ -73,6 +75,7 @@ class Acceptor:
         for _ in range(ACCEPTED_AT_ONCE):
             if not self._connections.may_accept:
                 self._pause()
+                self._make_room()
                 return
             try:
                 connection, _ = self._listener.accept()
@@ -85,20 +88,37 @@ class Acceptor:
                 return
             self._connections.num_sockets += 1
             task = self._loop.create_task(self._connect(connection))
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+            self._connecting[task] = self._loop.time()
+            task.add_done_callback(self._connecting.pop)
+
+    def _make_room(self) -> None:
+        """While no socket may be accepted, close those whose clients do not shake hands, the oldest first.
+
+        They have no protocol yet, so they are not among the silent connections.
+        """
+        if self._making_room is not None:
+            self._making_room.cancel()
+            self._making_room = None
+        if self._is_reading or not self._is_open:
+            return
+        latest = self._loop.time() - IDLE_S
+        for task in [task for task, since in self._connecting.items() if since <= latest][:ACCEPTED_AT_ONCE]:
+            task.cancel()
+        self._making_room = self._loop.call_later(RETRY_S, self._make_room)
 
     async def _connect(self, connection: socket.socket) -> None:
         """Make the protocol of *connection*, which reports its end itself."""
         connection.setblocking(False)
         handshake_s = None if self._tls is None else HANDSHAKE_S
+        protocol = self._make()
         try:
             await self._loop.connect_accepted_socket(
-                self._make, connection, ssl=self._tls, ssl_handshake_timeout=handshake_s
+                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=handshake_s
             )
-        except (OSError, TimeoutError) as error:  # includes ssl.SSLError
+        except (OSError, TimeoutError, asyncio.CancelledError) as error:  # includes ssl.SSLError
             log.debug("a connection ended before it began: %s", type(error).__name__)
-            self._connections.closed_socket()
+            if protocol.transport is None:
+                self._connections.closed_socket()
 
     def close(self) -> None:
         """Accept no more."""

@@ -45,7 +45,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = self._body_bytes = 0
-        self._is_in_head = True
+        self._is_in_head, self._is_in_body = True, False
+        self._has_content = False  # whether what was just read ends a request, or has a part of its body
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
 
@@ -74,7 +75,10 @@ class GuardedProtocol(HttpToolsProtocol):
                 connection.setsockopt(socket.IPPROTO_TCP, option, round(self.limits.stall_s * 1000))
 
     def _await_head(self) -> None:
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head = True
+        self._start_timer()
+
+    def _start_timer(self) -> None:
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._on_head_timeout)
 
@@ -89,6 +93,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _end_head(self) -> None:
         self._is_in_head = False
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -106,15 +113,18 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse *data*; refuse a head that is too large."""
+        """Parse *data*; refuse a head that is too large, and as many bytes that are neither a head nor a body.
+
+        Such are trailers: the parser keeps them until they are whole.
+        """
         if self._refusal is not None:
             return
+        self._has_content = False
         super().data_received(data)
         self._hear_body(len(data))
-        if self._is_in_head and self._refusal is None:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.limits.max_head_bytes:
-                self._refuse(self._too_large(f"more than {self.limits.max_head_bytes} bytes"))
+        self._head_bytes = 0 if self._has_content else self._head_bytes + len(data)
+        if self._head_bytes > self.limits.max_head_bytes and self._refusal is None:
+            self._refuse(self._too_large(f"more than {self.limits.max_head_bytes} bytes"))
 
     def _hear_body(self, num_bytes: int) -> None:
         """Count bytes of a body: whoever sends a few at a time is as good as silent. The same holds for heads."""
@@ -131,6 +141,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self.open_connections.hear(self)
         self._await_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Leave out trailers, the fields after a body: a proxy has not checked them as headers."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Check the size and number of headers."""
         self._end_head()
@@ -141,16 +156,26 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.headers) > self.limits.max_headers:
             self._refusal = self._too_large(f"{len(self.headers)} headers")
             raise _HeadRefusedError
+        self._is_in_body = True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        self._has_content = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is whole; from now on its client waits for us."""
+        self._has_content, self._is_in_body = True, False
+        self._stop_timer()
         self.open_connections.answer(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Wait for the next request; for the rest of this one as long as for a head."""
         self.open_connections.hear(self)
+        if self._is_in_body and self.cycle.response_complete:
+            self._start_timer()
         super().on_response_complete()
 
     def _too_large(self, got: str) -> ApiError:
@@ -168,7 +193,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         self._refusal = error
         self._end_head()
-        if self.cycle is None or self.cycle.response_complete:  # not in the middle of another response
+        # Not in the middle of another response, and not after one.
+        if self.cycle is None or (self.cycle.response_complete and not self._is_in_body):
             self.transport.write(_raw_response(error))
         self.transport.close()
 

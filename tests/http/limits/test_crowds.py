@@ -13,12 +13,13 @@ import grpc
 import pytest
 
 from cluster.serving.file_limit import FEWEST_CONNECTIONS, OWN_FILES, raise_file_limit, within_files
-from runtime.http.server import open_connections
+from runtime.http.server import acceptor, open_connections
 from runtime.http.server.limits import ConnectionLimits
 from runtime.http.server.open_connections import OpenConnections
 from runtime.metrics.logs import LogLimit, RepeatFilter
 from tests.support.processes import wait_until
 from tests.support.serving.attacked_server import HealthProbe, attacked
+from tests.support.serving.certificates import Authority
 from tests.support.serving.grpc_checks import SERVING, checked
 from tests.support.serving.grpc_server import SERVICE
 from tests.support.serving.guarded_server import Guarded, guarded
@@ -112,6 +113,17 @@ def test_at_the_limit_on_sockets_connections_wait(monkeypatch: pytest.MonkeyPatc
         held[0].close()
         waiting.settimeout(60)
         assert waiting.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_clients_that_do_not_shake_hands_make_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(open_connections, "MAX_REFUSALS", 0)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 600.0)
+    signed = Authority(tmp_path / "ours", "ours").sign("server")
+    with guarded(max_connections=3, tls=signed) as served, ExitStack() as stack:
+        held = [connected(served, stack) for _ in range(8)]
+        assert served.get("/health").status_code == 200
+        assert is_closed(held[0])
+        assert not is_closed(held[7])
 
 
 def test_without_files_the_server_waits_and_logs_one_line(

@@ -86,6 +86,41 @@ def test_bodies_must_come_in_time() -> None:
         assert b'"code":"body_timeout"' in answer
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n%b\r\n0\r\n"
+KEY = b"Authorization: Bearer secret\r\n"
+
+
+def test_trailers_are_no_headers_and_bounded() -> None:
+    with guarded(api_key=["secret"], header_timeout=60) as served:
+        answer = served.raw(CHUNKED % b"Connection: close\r\n" + KEY + b"X-Request-Id: mine\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert b"mine" not in answer
+        for trailers in (b"X-A: b\r\n" * 40_000, b"X-A: " + b"a" * 400_000):  # neither ends
+            for key in (KEY, b""):
+                answer = served.raw(CHUNKED % key + trailers)
+                assert answer.count(b"HTTP/1.1") <= 1  # it may have been answered before they came
+
+
+def test_the_rest_of_a_body_must_come_in_time_after_the_answer() -> None:
+    with guarded(api_key=["secret"], header_timeout=0.5) as served:
+        for data in (HEAD % 1000 + b"{", CHUNKED % b"" + b"X-A: b\r\n"):
+            assert served.raw(data).startswith(b"HTTP/1.1 401 ")  # until the server closes the connection
+
+
+def test_pipelined_requests_may_be_divided_anywhere() -> None:
+    body = b'{"prompt": [5], "max_tokens": 1}' + b" " * 90_000
+    request = HEAD % len(body) + body
+    last = request.replace(b"Host: x", b"Host: x\r\nConnection: close")
+    with guarded() as served, socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(request + last[:40])
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(last[40:])
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+        assert received.count(b"HTTP/1.1 200 ") == 1
+
+
 def test_one_connection_too_many_is_told_so() -> None:
     with guarded(max_connections=3) as served:
         held = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(3)]

@@ -164,3 +164,20 @@ def test_draining_lets_answers_end_and_takes_no_more() -> None:
         assert engine.state == "dead"
 
     asyncio.run(check())
+
+
+def test_an_answer_that_outlasts_the_grace_is_cut_off_by_draining() -> None:
+    """Not by a failure: a client should ask another server, and no one look for a crash."""
+
+    async def check() -> None:
+        engine = guarded_engine(SafetyOptions())
+        await engine.start()
+        stream = engine.stream(await engine.prepare("x", SamplingParams(max_tokens=400), "a"))
+        await anext(stream)
+        engine.drain()
+        await engine.close()
+        with pytest.raises(DrainingError, match="stopped, before this answer ended"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(check())

@@ -22,6 +22,7 @@ from runtime.http.options import SafetyOptions
 from runtime.http.server.acceptor import BoundedServer
 from runtime.http.server.connection import guarded_protocol
 from runtime.metrics.prometheus import Metrics
+from tests.support.serving.certificates import Signed
 from tests.support.serving.fake_engine import build, make_preprocessor, tokenizer
 
 DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none", policy="fixed")
@@ -103,15 +104,21 @@ class ListeningBounded(BoundedServer):
 
 
 @contextlib.contextmanager
-def guarded(max_model_len: int = 512, **safety: Any) -> Iterator[Guarded]:
-    """Serve the fake engine from a thread, with the safety options given."""
+def guarded(max_model_len: int = 512, tls: Signed | None = None, **safety: Any) -> Iterator[Guarded]:
+    """Serve the fake engine from a thread, with the safety options given; by HTTPS with *tls*."""
     allowed = SafetyOptions.of(safety)
     engine = guarded_engine(allowed, max_model_len)
     assert engine.metrics is not None
     options = ServerOptions(("fake",), "1.2.3", guard=allowed.guard, pacing=allowed.pacing)
     app = create_app(engine, tokenizer(), engine.metrics, options)
     config = uvicorn.Config(
-        app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, http=guarded_protocol(allowed.connections)
+        app,
+        log_config=None,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        http=guarded_protocol(allowed.connections),
+        ssl_certfile=None if tls is None else tls.cert,
+        ssl_keyfile=None if tls is None else tls.key,
     )
     with bound("127.0.0.1", 0) as listener:
         server = ListeningBounded(config)
@@ -128,7 +135,8 @@ def guarded(max_model_len: int = 512, **safety: Any) -> Iterator[Guarded]:
         assert server.listening.wait(120)
         port = listener.getsockname()[1]
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, verify=False) as client:
+            scheme = "http" if tls is None else "https"
+            with httpx.Client(base_url=f"{scheme}://127.0.0.1:{port}", timeout=120, verify=False) as client:
                 yield Guarded(port, engine, loops[0], client)
         finally:
             server.should_exit = True
