@@ -227,10 +227,13 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 def _defaults(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     servers = {option.name for option in (*engine_options(), *server_options(), *safety_options())} | SERVE_ONLY
     visible = {name for name, option in options.items() if not getattr(option, "hidden", False)}
-    defaults = {}
+    defaults: dict[str, Any] = {}
+    spelt: dict[str, Any] = {}
     for key, value in _yaml(path).items():
         name = str(key).replace("-", "_")
         name = argument_names.ALIASES.get(name, name)
+        if spelt.setdefault(name, key) != key:
+            raise ConfigError(f"{path}: {name} is given twice, as {spelt[name]} and as {key}")
         if name in options:
             defaults[name] = _as_option(options[name], value)
         elif name not in servers:

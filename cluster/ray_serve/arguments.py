@@ -16,7 +16,14 @@ from runtime.http.schemas import SpecMetrics
 from runtime.http.tools.choice import ToolOptions
 
 STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+LISTENING = "Ray Serve's proxies listen, as `http_options` and `grpc_options` of the configuration say"
+HTTP_TLS = "Ray Serve's proxies have the certificates: give `http_options` an ssl_certfile and an ssl_keyfile"
+GRPC_TLS = "Ray Serve's gRPC proxies have no TLS: terminate it in front of them"
 ELSEWHERE = {
+    **dict.fromkeys(("host", "port", "grpc_port"), LISTENING),
+    **dict.fromkeys(("ssl_certfile", "ssl_keyfile"), HTTP_TLS),
+    **dict.fromkeys(("grpc_tls_cert", "grpc_tls_key", "grpc_tls_client_ca"), GRPC_TLS),
+    "shutdown_timeout": "drain_timeout_s is the time in which a stopping replica finishes its answers",
     "api_key": f"Ray logs arguments: put keys in {API_KEY_VARIABLE}, in the environment of Ray's processes",
     "max_connections": "the connections are those of Ray Serve's proxies",
     "header_timeout": "the connections are those of Ray Serve's proxies",
@@ -89,8 +96,11 @@ class ServeArguments(BaseModel):
         if not isinstance(given, Mapping):
             raise ValueError("args must hold `name: value` lines")
         parts: dict[str, dict[str, Any]] = {"engine": {}, "server": {}}
+        spellings: dict[str, Any] = {}
         for spelt, value in given.items():
             name = str(spelt).replace("-", "_")
+            if spellings.setdefault(name, spelt) != spelt:
+                raise ValueError(f"{name} is given twice, as {spellings[name]} and as {spelt}")
             if name in ELSEWHERE:
                 raise ValueError(f"{name} is not taken here: {ELSEWHERE[name]}")
             if name not in SERVER and name not in argument_names.NAMES:

@@ -54,7 +54,7 @@ class ModelConfig:
     `skip_self_check`: serve the target without comparing it with `transformers` on a few tokens.
     """
 
-    model: str
+    model: str = Field(min_length=1)
     tokenizer: str | None = None
     revision: str | None = None
     tokenizer_revision: str | None = None
@@ -133,7 +133,7 @@ class SpeculativeConfig:
 
     method: str | tuple[str, ...]
     num_speculative_tokens: int = Field(gt=0, le=MAX_SPECULATIVE_TOKENS)
-    model: str | None = None
+    model: str | None = Field(default=None, min_length=1)
     revision: str | None = None
     dtype: Dtype = "auto"
     kv_cache_dtype: KVCacheDtype | None = None

@@ -1,9 +1,9 @@
 """Safety options of a server, with the same names as CLI options, YAML keys and Ray Serve arguments."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from protos.errors import ConfigError
 from protos.validation import one_line
@@ -17,6 +17,14 @@ from runtime.http.server.sites import Sites
 StreamPacing = Literal["off", "aggregate"]
 
 
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+"""Several texts; a single one may stand for itself."""
+
+
 class SafetyOptions(BaseModel):
     """API keys, limits and time-outs. `--help` shows the descriptions.
 
@@ -25,7 +33,7 @@ class SafetyOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    api_key: tuple[str, ...] = Field((), repr=False, description="a key clients must send, several may be given")
+    api_key: Texts = Field((), repr=False, description="a key clients must send, several may be given")
     max_waiting_requests: int = Field(1024, ge=1, description="requests that may wait; more are refused with 429")
     max_waiting_tokens: int = Field(1_048_576, ge=1, description="prompt tokens that may wait")
     request_timeout: float | None = Field(
@@ -39,10 +47,10 @@ class SafetyOptions(BaseModel):
     cache_salt_by_key: bool = Field(
         True, description="keep the caches of each API key apart, as if it were part of cache_salt"
     )
-    allowed_origins: tuple[str, ...] = Field(
+    allowed_origins: Texts = Field(
         (), description="another site whose pages may use the server, such as https://chat.example; several; * is any"
     )
-    allowed_hosts: tuple[str, ...] = Field(
+    allowed_hosts: Texts = Field(
         (),
         description="a name clients may reach the server by, several may be given; default: any, or if it listens "
         "on the loopback localhost",

@@ -148,6 +148,8 @@ def test_where_grpc_listens(told: list[Any], tmp_path: Path) -> None:
         None,
     ]
     assert told[0].grace_s == 30
+    with pytest.raises(ConfigError, match="port and grpc_port are both 8100"):
+        serve("--port 8100 --grpc-port 8100")
 
 
 def test_certificates(told: list[Any], tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def test_what_is_placed_how() -> None:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be at most 1"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization must be finite"),
         ({"num_gpu_blocks_override": -1}, "num_gpu_blocks_override must be greater than 0"),
+        ({"model": ""}, "model must have at least 1 character(s), got ''"),
         ({"max_num_seqs": 10**12}, "max_num_seqs must be at most 8192"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "max_num_batched_tokens must be at least max_num_seqs"),
         ({"seed": -1}, "seed must be at least 0"),

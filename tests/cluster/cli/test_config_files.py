@@ -40,6 +40,8 @@ def test_a_yaml_file_has_the_same_names_and_flags_win(tmp_path: Path, served: li
             "line 3 of .*config.yaml is not YAML: max_num_seqs is given twice",
         ),
         ("speculative_config: {method: ngram, method: suffix}", "method is given twice"),
+        ("max-num-seqs: 4\nmax_num_seqs: 5", "max_num_seqs is given twice, as max-num-seqs and as max_num_seqs"),
+        ("tp: 1\ntensor_parallel_size: 2", "tensor_parallel_size is given twice, as tp and as tensor_parallel_size"),
         ("a: 1\nb: [\n", "line 3 of .*config.yaml is not YAML: expected the node content"),
     ],
 )
