@@ -9,7 +9,7 @@ from cluster.cli.options import NO_GRPC
 from cluster.serving.grpc_server import GrpcOptions
 from cluster.serving.http_server import HttpOptions
 from cluster.serving.service import ServiceOptions, serve
-from cluster.serving.tls import tls_files
+from cluster.serving.tls import check_for_grpc, tls_files
 from cluster.settings import chat_template_text
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
@@ -63,4 +63,6 @@ def _listen_options(given: Mapping[str, Any]) -> tuple[HttpOptions, GrpcOptions 
     http = HttpOptions(host, given["port"], tls)
     names = ("grpc_tls_cert", "grpc_tls_key")
     tls = tls_files(names, given.get(names[0]), given.get(names[1]), given.get("grpc_tls_client_ca"))
+    if tls is not None:
+        check_for_grpc(tls)
     return http, None if given["grpc_port"] == NO_GRPC else GrpcOptions(host, given["grpc_port"], tls)

@@ -1,11 +1,15 @@
 """Certificates and keys of a server, checked before the engine is loaded."""
 
+import base64
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from protos.errors import ConfigError
+
+EDWARDS_KEYS = (bytes.fromhex("302a300506032b6570032100"), bytes.fromhex("3043300506032b6571033a00"))
+"""How the public keys of Ed25519 and Ed448 begin in a certificate (RFC 8410)."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,14 @@ def tls_files(
     if client_ca is not None:
         _check(f"the client certificate authority {client_ca}", lambda: context.load_verify_locations(client_ca))
     return TlsFiles(cert, key, client_ca)
+
+
+def check_for_grpc(files: TlsFiles) -> None:
+    """Raise `ConfigError` for a key that OpenSSL, and so HTTPS, takes, but no client of gRPC."""
+    _, _, own = Path(files.cert).read_bytes().partition(b"-----BEGIN CERTIFICATE-----")
+    certificate = base64.b64decode(own.partition(b"-----END")[0])
+    if any(key in certificate for key in EDWARDS_KEYS):
+        raise ConfigError(f"gRPC clients take no Ed25519 or Ed448 key: {files.cert} needs one of ECDSA or RSA")
 
 
 def _check(what: str, load: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.cli import main as cli
@@ -163,6 +164,10 @@ def test_certificates(told: list[Any], tmp_path: Path) -> None:
     assert (http_only.http.tls.cert, http_only.http.tls.client_ca) == (str(own.cert), None)
     with pytest.raises(ConfigError, match="both ssl_certfile and ssl_keyfile"):
         serve(f"--ssl-certfile {own.cert}")
+    edwards = authority.sign("edwards", ed25519.Ed25519PrivateKey.generate())
+    serve(f"--ssl-certfile {edwards.cert} --ssl-keyfile {edwards.key}")
+    with pytest.raises(ConfigError, match="gRPC clients take no Ed25519 or Ed448 key"):
+        serve(f"--grpc-tls-cert {edwards.cert} --grpc-tls-key {edwards.key}")
 
 
 async def taken(port: int) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
 
+Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
+PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
 DAY = datetime.timedelta(days=1)
 
 
@@ -39,9 +41,9 @@ class Authority:
         self.cert = folder / "ca.pem"
         self.cert.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str) -> Signed:
-        """Return a certificate for *name* at the loopback, and its key."""
-        key = ec.generate_private_key(ec.SECP256R1())
+    def sign(self, name: str, key: Key | None = None) -> Signed:
+        """Return a certificate for *name* at the loopback, and its key: *key*, or a new one."""
+        key = key or ec.generate_private_key(ec.SECP256R1())
         here = x509.SubjectAlternativeName(
             [
                 x509.DNSName("localhost"),
@@ -58,7 +60,7 @@ class Authority:
         )
         return signed
 
-    def _builder(self, name: str, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def _builder(self, name: str, key: PublicKey) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
