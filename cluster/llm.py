@@ -117,7 +117,8 @@ class LLM:
             InvalidRequestError: there is no template, or a message or parameter is invalid.
         """
         _reject_unsupported(lora_request=lora_request)
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        is_one = not messages or isinstance(messages, str) or isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else list(messages)
         params = self._params_per_prompt(sampling_params, len(conversations))
         options = {
             "chat_template": chat_template,

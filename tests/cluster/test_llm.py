@@ -120,6 +120,8 @@ def test_chat_answers_the_rendered_conversation(llm: LLM) -> None:
     (plain,) = llm.generate(answer.prompt_token_ids, GREEDY, use_tqdm=False)
     assert plain.outputs[0].token_ids == answer.outputs[0].token_ids
     assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+    with pytest.raises(InvalidRequestError, match="messages must be a list with at least one, got 'hi'"):
+        llm.chat("hi", GREEDY)  # type: ignore[arg-type]
 
 
 def test_a_stream_adds_up_and_may_be_left(llm: LLM, reference: list[list[int]]) -> None:
