@@ -13,6 +13,7 @@ from runtime.http.tools.choice import ToolOptions
 from tests.support.serving.fake_engine import Scripted, local_engine, tokenizer
 from tests.support.serving.http_server import Served, serving
 from tests.support.serving.openai_answers import strict
+from tests.support.serving.openai_responses import PAINT_TOOL, WAIT_TOOL
 from tests.support.serving.openai_structured_checks import OTHER, WIDE
 
 TOOLS: Any = [WIDE, OTHER]
@@ -61,6 +62,16 @@ def test_a_call_in_the_words_of_llama(llama: Served) -> None:
     (choice,) = strict(llama.client.chat.completions.create(**asked(f"{LLAMA}; {LLAMA}"))).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     assert calls_of(choice.message) == [("paint", PAINT)] * 2
+
+
+@pytest.mark.parametrize("text", ['{"name": "Alice", "age": 30}', '{"name": "fly", "parameters": {"to": "Rome"}}'])
+def test_an_answer_in_json_is_no_call_of_llama(llama: Served, text: str) -> None:
+    (choice,) = strict(llama.client.chat.completions.create(**asked(text))).choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
+    stream = llama.client.chat.completions.create(**asked(text), stream=True)
+    assert "".join(strict(chunk).choices[0].delta.content or "" for chunk in stream) == text
+    response = llama.post("/v1/responses", input=asked(text)["messages"], tools=[PAINT_TOOL, WAIT_TOOL]).json()
+    assert response["output"][0]["content"][0]["text"] == text
 
 
 def test_streamed_calls_have_dense_indices(hermes: Served) -> None:

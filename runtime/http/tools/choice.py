@@ -119,7 +119,8 @@ class ToolUse:
             return NamedReader(self.name)
         if self.mode == "required":
             return ArrayReader()
-        return PARSERS[self.parser]() if self.mode == "auto" else None
+        names = {tool.function.name for tool in self.tools}
+        return PARSERS[self.parser](names) if self.mode == "auto" else None
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """Return *params* with the structured output that enforces the calls.

@@ -1,23 +1,25 @@
 """Readers of the formats in which models write tool calls."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-from runtime.http.tools.scanner import CallPart, CallReader, ParsedCalls, Scanner
+from runtime.http.tools.scanner import CallPart, CallReader, ParsedCalls, Scanner, read_call
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+SEPARATORS = " \t\r\n;,"
+NO_ARGUMENTS = "{}"
 
 
 class HermesReader(Scanner):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, with text around.
 
-    White space next to a call belongs to the call.
+    White space next to a call belongs to the call. The tags alone mark it: it may name any function, and arguments may
+    be missing.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._space = ""  # white space that was not returned yet
-        self._mark = ""  # the text before the object
 
     def _outside(self) -> bool:
         before, mark, after = self._held.partition(OPEN)
@@ -52,6 +54,9 @@ class HermesReader(Scanner):
         self._state = self._outside
         return True
 
+    def _call_in(self, text: str) -> tuple[str, str] | None:
+        return read_call(text, NO_ARGUMENTS)
+
     def _not_a_call(self, text: str) -> bool:
         self._emit(self._mark + text)
         self._state = self._outside
@@ -80,17 +85,26 @@ class HermesReader(Scanner):
 class LlamaReader(Scanner):
     """`{"name": ..., "parameters": {...}}`, one or more separated by `;`, perhaps after `<|python_tag|>`.
 
-    An answer that begins with anything else is text to its end.
+    An answer that begins with anything else is text to its end. Nothing sets a call apart from an answer in JSON but
+    that it has arguments and names one of the functions.
+
+    Args:
+        names: the functions; None for any.
     """
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        super().__init__()
+        self._names = names
 
     def _outside(self) -> bool:
         body = self._held.lstrip()
-        if not body or PYTHON_TAG.startswith(body):
-            return False
-        body = body.removeprefix(PYTHON_TAG).lstrip()
-        if not body:
-            return False
+        body = "" if PYTHON_TAG.startswith(body) else body.removeprefix(PYTHON_TAG).lstrip()
+        return bool(body) and self._begin_at(body)
+
+    def _begin_at(self, body: str) -> bool:
+        """Continue with *body*, the end of the text held back."""
         if body[0] == "{":
+            self._mark = self._held[: len(self._held) - len(body)]
             self._held = body
             return self._begin_object()
         self._state = self._text
@@ -101,24 +115,21 @@ class LlamaReader(Scanner):
         self._held = ""
         return False
 
+    def _call_in(self, text: str) -> tuple[str, str] | None:
+        call = read_call(text)
+        return call if call is None or self._names is None or call[0] in self._names else None
+
     def _not_a_call(self, text: str) -> bool:
-        self._held = text + self._held
+        self._held = self._mark + text + self._held
         self._state = self._text
         return True
 
     def _after_call(self) -> bool:
-        body = self._held.lstrip(" \t\r\n;,")
-        if not body:
-            self._held = ""
-            return False
-        self._held = body
-        if body[0] == "{":
-            return self._begin_object()
-        self._state = self._text
-        return True
+        self._held = self._held.lstrip(SEPARATORS)
+        return bool(self._held) and self._begin_at(self._held)
 
     def _release(self) -> None:
-        self._found.add_text(self._held)
+        self._found.add_text((self._mark if self._state == self._inside else "") + self._held)
 
 
 class ArrayReader(LlamaReader):
@@ -172,5 +183,8 @@ def _overlap(text: str, mark: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
-PARSERS: Mapping[str, Callable[[], CallReader]] = {"hermes": HermesReader, "llama3_json": LlamaReader}
-"""The formats by vLLM's names."""
+PARSERS: Mapping[str, Callable[[Collection[str]], CallReader]] = {
+    "hermes": lambda _: HermesReader(),
+    "llama3_json": LlamaReader,
+}
+"""Makes a reader from the names of the functions. The formats have vLLM's names."""

@@ -13,7 +13,6 @@ import msgspec
 
 STRUCTURE = re.compile(r'["{}]')
 IN_STRING = re.compile(r'["\\]')
-EMPTY = "{}"
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,14 @@ class _CallText(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw(b"")
 
 
-def read_call(text: str) -> tuple[str, str] | None:
-    """Parse *text* as a call; return its name and the text of its arguments, None if it is not a call."""
+def read_call(text: str, default: str = "") -> tuple[str, str] | None:
+    """Parse *text* as a call; return its name and the text of its arguments, None if it is not a call.
+
+    *default* are the arguments of a call that has none; without it, such an object is not a call.
+    """
     try:
         parsed = msgspec.json.decode(text, type=_CallText)
-        arguments = bytes(parsed.arguments) or bytes(parsed.parameters) or EMPTY.encode()
+        arguments = bytes(parsed.arguments) or bytes(parsed.parameters) or default.encode()
         if isinstance(msgspec.json.decode(arguments), dict) and parsed.name:
             return parsed.name, arguments.decode()
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -118,6 +120,7 @@ class Scanner(CallReader):
     def __init__(self) -> None:
         super().__init__()
         self._held = ""  # not classified yet
+        self._mark = ""  # the text before the object
         self._found = ParsedCalls()
         self._state: Callable[[], bool] = self._outside
         self._end = ObjectEnd()
@@ -146,6 +149,10 @@ class Scanner(CallReader):
         """Consume what may follow a call's last brace; return whether the state has changed."""
 
     @abstractmethod
+    def _call_in(self, text: str) -> tuple[str, str] | None:
+        """Return the name and the arguments of *text*, an object; None if it is not a call."""
+
+    @abstractmethod
     def _not_a_call(self, text: str) -> bool:
         """Continue after *text*, an object that is not a call."""
 
@@ -166,7 +173,7 @@ class Scanner(CallReader):
             return False
         end += self._scanned
         text, self._held = self._held[:end], self._held[end:]
-        call = read_call(text)
+        call = self._call_in(text)
         if call is None:
             return self._not_a_call(text)
         self._add(*call)
