@@ -32,6 +32,7 @@ def hermes(*bodies: str) -> str:
 
 
 ODD = '{"text": "a </tool_call> \\" } ] \\\\", "deep": {"a": [1, {"b": null}]}, "n": 1.50, "é": "\\u00e9"}'
+THOUGHT = "<think>Shall I? <t " + hermes(call("f", "{}")) + " Hm. </think>"
 CASES: list[tuple[str, Reader, str, str, Calls]] = [
     ("plain text", HermesReader, "Hello <b> world \n", "Hello <b> world \n", []),
     ("one", HermesReader, hermes(call("f", '{"a": 1}')), "", [("f", '{"a": 1}')]),
@@ -50,6 +51,11 @@ CASES: list[tuple[str, Reader, str, str, Calls]] = [
     ("name no text", HermesReader, hermes('{"name": 1, "arguments": {}}'), hermes('{"name": 1, "arguments": {}}'), []),
     ("list", HermesReader, hermes(call("f", "[1]")), hermes(call("f", "[1]")), []),
     ("wrong, then right", HermesReader, hermes("{}", call("f", "{}")), "<tool_call>\n{}\n</tool_call>", [("f", "{}")]),
+    ("thinking", HermesReader, THOUGHT + "\n\n" + hermes(call("g", "{}")), THOUGHT, [("g", "{}")]),
+    ("only thinking", HermesReader, THOUGHT + "\n", THOUGHT + "\n", []),
+    ("thinking without end", HermesReader, "a " + THOUGHT[:-1] + "\n", "a " + THOUGHT[:-1] + "\n", []),
+    ("thinking twice", HermesReader, THOUGHT + hermes(call("g", "{}")) + THOUGHT, THOUGHT * 2, [("g", "{}")]),
+    ("thinking within a call", HermesReader, hermes(call("f", '{"a": "<think>"}')), "", [("f", '{"a": "<think>"}')]),
     ("one", LlamaReader, call("f", '{"a": 1}', "parameters"), "", [("f", '{"a": 1}')]),
     ("tagged", LlamaReader, "<|python_tag|>" + call("f", ODD, "parameters"), "", [("f", ODD)]),
     ("several", LlamaReader, " " + "; ".join([call("f", "{}"), call("g", "{}")]), "", [("f", "{}"), ("g", "{}")]),
@@ -85,11 +91,16 @@ def test_calls_are_found_in_whatever_pieces_they_come(make: Reader, text: str, c
         assert [part.index for part in parts if part.name is not None] == list(range(len(calls)))
 
 
-@given(st.text(alphabet='<tool_call>/{}[]"\\:, \n|python_tag;nameargumentsé', max_size=60))
-def test_no_text_is_lost_or_ends_the_reading(text: str) -> None:
+BITS = [*"<tool_call>/{}[]\"\\:, \n|;xé", "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
+BITS += [call("f", "{}"), call("g", '{"a": "}"}', "parameters"), '{"name": "f"}', '{"x": 1}']
+
+
+@given(st.lists(st.lists(st.sampled_from(BITS), max_size=5).map("".join), max_size=8))
+def test_no_text_is_lost_or_depends_on_the_pieces(pieces: list[str]) -> None:
+    text = "".join(pieces)
     for make in (HermesReader, LlamaReader, ArrayReader):
         content, calls, _ = read(make, list(text))
-        assert (content, calls) == read(make, [text])[:2]
+        assert (content, calls) == read(make, [text])[:2] == read(make, pieces)[:2]
         if make is not ArrayReader and not calls:
             assert content == text
 

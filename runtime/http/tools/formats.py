@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from runtime.http.tools.scanner import CallPart, CallReader, ParsedCalls, Scanner, read_call
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, END_THINK = "<think>", "</think>"
 PYTHON_TAG = "<|python_tag|>"
 SEPARATORS = " \t\r\n;,"
 NO_ARGUMENTS = "{}"
@@ -14,7 +15,7 @@ class HermesReader(Scanner):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, with text around.
 
     White space next to a call belongs to the call. The tags alone mark it: it may name any function, and arguments may
-    be missing.
+    be missing. What the model only thinks of, in `<think>...</think>`, is text.
     """
 
     def __init__(self) -> None:
@@ -22,16 +23,29 @@ class HermesReader(Scanner):
         self._space = ""  # white space that was not returned yet
 
     def _outside(self) -> bool:
-        before, mark, after = self._held.partition(OPEN)
-        if not mark:
-            kept = _overlap(before, OPEN)
-            self._emit(before[: len(before) - kept])
-            self._held = before[len(before) - kept :]
-            return False
-        self._emit(before)
-        self._held = after
-        self._state = self._before_object
-        return True
+        mark = self._emit_until(OPEN, THINK)
+        if mark == OPEN:
+            self._state = self._before_object
+        elif mark == THINK:
+            self._emit(THINK)
+            self._state = self._thinking
+        return bool(mark)
+
+    def _thinking(self) -> bool:
+        mark = self._emit_until(END_THINK)
+        if mark:
+            self._emit(END_THINK)
+            self._state = self._outside
+        return bool(mark)
+
+    def _emit_until(self, *marks: str) -> str:
+        """Return the text before the first of *marks*, and consume that one; the result is empty if none is there."""
+        found = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
+        kept = max(_overlap(self._held, mark) for mark in marks)
+        place, mark = min(found, default=(len(self._held) - kept, ""))
+        self._emit(self._held[:place])
+        self._held = self._held[place + len(mark) :]
+        return mark
 
     def _emit(self, text: str) -> None:
         """Return *text*; hold back its trailing white space until more text follows."""
