@@ -41,6 +41,8 @@ CASES: list[tuple[str, Reader, str, str, Calls]] = [
     ("text behind", HermesReader, hermes(call("f", "{}")) + "\nDone.", "\nDone.", [("f", "{}")]),
     ("two", HermesReader, hermes(call("f", "{}"), call("g", '{"x":[]}')) + "\n", "", [("f", "{}"), ("g", '{"x":[]}')]),
     ("not closed", HermesReader, "<tool_call>" + call("f", "{}"), "", [("f", "{}")]),
+    ("a brace more", HermesReader, f"<tool_call>{call('f', '{}')} }}\n</tool_call> x", " x", [("f", "{}")]),
+    ("a brace behind", HermesReader, f"<tool_call>{call('f', '{}')} }} </tool_x>", "} </tool_x>", [("f", "{}")]),
     ("no arguments", HermesReader, hermes('{"name": "f"}'), "", [("f", "{}")]),
     ("cut off", HermesReader, 'hm <tool_call>{"name": "f", "argu', 'hm <tool_call>{"name": "f", "argu', []),
     ("cut mark", HermesReader, "a <tool_c", "a <tool_c", []),
@@ -73,6 +75,7 @@ CASES: list[tuple[str, Reader, str, str, Calls]] = [
     ("known", lambda: LlamaReader({"f"}), call("f", "{}"), "", [("f", "{}")]),
     ("list", ArrayReader, f"[ {call('f', ODD, 'parameters')} ,\n{call('g', '{}')} ]\n", "", [("f", ODD), ("g", "{}")]),
     ("cut off", ArrayReader, f"[{call('f', '{}')}, " + '{"na', "", [("f", "{}")]),
+    ("text behind", ArrayReader, f"[{call('f', '{}')}, ] done [{call('g', '{}')}]", "", [("f", "{}")]),
     ("named", lambda: NamedReader("f"), ODD, "", [("f", ODD)]),
 ]
 IDS = [f"{make.__name__}-{name}" for name, make, *_ in CASES]
@@ -91,8 +94,9 @@ def test_calls_are_found_in_whatever_pieces_they_come(make: Reader, text: str, c
         assert [part.index for part in parts if part.name is not None] == list(range(len(calls)))
 
 
-BITS = [*"<tool_call>/{}[]\"\\:, \n|;xé", "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
+BITS = [*'<tool_call>/{}[]"\\:, \n\xa0|;xé', "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
 BITS += [call("f", "{}"), call("g", '{"a": "}"}', "parameters"), '{"name": "f"}', '{"x": 1}']
+BITS += [f"[{call('f', '{}')}", f"<tool_call>{call('f', '{}')}"]
 
 
 @given(st.lists(st.lists(st.sampled_from(BITS), max_size=5).map("".join), max_size=8))

@@ -1,5 +1,6 @@
 """Readers of the formats in which models write tool calls."""
 
+import string
 from collections.abc import Callable, Collection, Mapping
 
 from runtime.http.tools.scanner import CallPart, CallReader, ParsedCalls, Scanner, read_call
@@ -77,10 +78,11 @@ class HermesReader(Scanner):
         return True
 
     def _after_call(self) -> bool:
-        body = self._held.lstrip()
-        if CLOSE.startswith(body[: len(CLOSE)]) and len(body) < len(CLOSE):
+        """Consume the closing tag and the white space before it; with it, superfluous braces of the model."""
+        body = self._held.lstrip(string.whitespace + "}")
+        if len(body) < len(CLOSE) and CLOSE.startswith(body):
             return False
-        self._held = body.removeprefix(CLOSE)
+        self._held = body.removeprefix(CLOSE) if body.startswith(CLOSE) else self._held.lstrip(string.whitespace)
         self._state = self._outside
         return True
 
@@ -147,28 +149,32 @@ class LlamaReader(Scanner):
 
 
 class ArrayReader(LlamaReader):
-    """`[{"name": ..., "parameters": {...}}, ...]`: the format that the grammar enforces for `tool_choice` required."""
+    """`[{"name": ..., "parameters": {...}}, ...]`: the format that the grammar enforces for `tool_choice` required.
+
+    What follows the list is dropped.
+    """
 
     def _outside(self) -> bool:
         body = self._held.lstrip()
         if body and body[0] == "[":
             self._held = body[1:]
-            self._state = self._first_call
+            self._state = self._after_call
         elif body:
             self._state = self._text
         return bool(body)
 
+    def _after_call(self) -> bool:
+        if self._held.lstrip(SEPARATORS).startswith("]"):
+            self._state = self._after_list
+            return True
+        return super()._after_call()
+
+    def _after_list(self) -> bool:
+        self._held = ""
+        return False
+
     def _release(self) -> None:
         """Drop the beginning of a call that `max_tokens` cut off: it is no text for the user."""
-
-    def _first_call(self) -> bool:
-        return LlamaReader._after_call(self)
-
-    def _after_call(self) -> bool:
-        if self._held.lstrip().startswith("]"):
-            self._held = ""
-            return False
-        return LlamaReader._after_call(self)
 
 
 class NamedReader(CallReader):
