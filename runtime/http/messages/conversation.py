@@ -9,6 +9,7 @@ from typing import Any
 
 from protos.errors import InvalidRequestError
 from protos.validation import shown
+from runtime.http.fields.turns import Turns
 
 Block = Mapping[str, Any]
 
@@ -23,9 +24,9 @@ def chat_messages(messages: Sequence[Block], system: str | Sequence[Block] | Non
     Raises:
         InvalidRequestError: names the block and what is wrong with it.
     """
-    turns = _Turns()
+    turns = Turns()
     for where, block in _blocks([] if system is None else system, "system"):
-        turns.add("system", block, where)
+        _add(turns, "system", block, where)
     for index, message in enumerate(messages):
         where, role = f"messages[{index}]", message.get("role")
         if role not in ROLES:
@@ -33,7 +34,7 @@ def chat_messages(messages: Sequence[Block], system: str | Sequence[Block] | Non
         if message.get("content") in ("", []) and not (role == "assistant" and index == len(messages) - 1):
             raise _error(where, "must have content; only the last message may be empty, to be continued")
         for place, block in _blocks(message.get("content"), f"{where}.content"):
-            turns.add(role, block, place)
+            _add(turns, role, block, place)
     return turns.found
 
 
@@ -60,44 +61,28 @@ def _blocks(content: object, where: str) -> Iterator[tuple[str, Block]]:
         yield place, block
 
 
-class _Turns:
-    """The messages `found` so far."""
-
-    def __init__(self) -> None:
-        self.found: list[dict[str, Any]] = []
-
-    def add(self, role: str, block: Block, where: str) -> None:
-        """Add a block of a message of *role*."""
-        kind = block["type"]
-        if kind == "text":
-            self._turn(role)["content"].append({"type": "text", "text": _required(block, "text", str, where)})
-        elif kind == "tool_use" and role == "assistant":
-            self._turn(role).setdefault("tool_calls", []).append(_call(block, where))
-        elif kind == "tool_result" and role == "user":
-            self.found.append(_result(block, where))
-        elif kind not in REASONING or role != "assistant":
-            raise _error(where, f"is of type {shown(kind)}, which is not supported in a message of role {role}")
-
-    def _turn(self, role: str) -> dict[str, Any]:
-        """Return the current turn of *role*."""
-        if not self.found or self.found[-1]["role"] != role:
-            self.found.append({"role": role, "content": []})
-        return self.found[-1]
+def _add(turns: Turns, role: str, block: Block, where: str) -> None:
+    """Add a block of a message of *role*."""
+    kind = block["type"]
+    if kind == "text":
+        turns.say(role, [_required(block, "text", str, where)])
+    elif kind == "tool_use" and role == "assistant":
+        name, arguments = _required(block, "name", str, where), _required(block, "input", dict, where)
+        turns.call(_required(block, "id", str, where), name, arguments)
+    elif kind == "tool_result" and role == "user":
+        turns.result(_required(block, "tool_use_id", str, where), _result(block, where))
+    elif kind not in REASONING or role != "assistant":
+        raise _error(where, f"is of type {shown(kind)}, which is not supported in a message of role {role}")
 
 
-def _call(block: Block, where: str) -> dict[str, Any]:
-    function = {"name": _required(block, "name", str, where), "arguments": _required(block, "input", dict, where)}
-    return {"id": _required(block, "id", str, where), "type": "function", "function": function}
-
-
-def _result(block: Block, where: str) -> dict[str, Any]:
-    """Return the message of a tool's result. It may be empty; that it `is_error` must be in its text."""
-    parts = []
+def _result(block: Block, where: str) -> list[str]:
+    """Return the texts of a tool's result. It may be empty; that it `is_error` must be in its text."""
+    texts = []
     for place, part in _blocks(block.get("content") or "", f"{where}.content"):
         if part["type"] != "text":
             raise _error(place, f"is of type {shown(part['type'])}, which is not supported: results are text")
-        parts.append(_required(part, "text", str, place))
-    return {"role": "tool", "tool_call_id": _required(block, "tool_use_id", str, where), "content": "\n".join(parts)}
+        texts.append(_required(part, "text", str, place))
+    return texts
 
 
 def _required(block: Block, name: str, kind: type, where: str) -> Any:

@@ -5,41 +5,42 @@ from typing import Any
 
 from protos.errors import InvalidRequestError
 from protos.validation import shown
+from runtime.http.fields.turns import Turns
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS: Mapping[str, str] = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The content parts that are text, and the field that has it."""
 
-Message = dict[str, Any]
 
-
-def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[Message]:
+def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """Return the chat messages of an input; *instructions* are a system message before it.
 
-    Reasoning items are left out. Calls join the assistant's message before them.
+    Reasoning items are left out. Successive items of one role are one message, with the calls among them.
 
     Raises:
         InvalidRequestError: an item is malformed or not supported; names its position.
     """
-    messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    turns = Turns()
+    if instructions is not None:
+        turns.say("system", [instructions])
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        given = [{"role": "user", "content": given}]
     if not given:
         raise InvalidRequestError("input must have at least one item, got []", "input")
     for index, item in enumerate(given):
-        _add(messages, item, f"input[{index}]")
-    return messages
+        _add(turns, item, f"input[{index}]")
+    return turns.found
 
 
-def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+def _add(turns: Turns, item: Mapping[str, Any], where: str) -> None:
     kind = item.get("type")
     if kind == "message" or (kind is None and "role" in item):
-        messages.append(_message(item, where))
+        turns.say(_role(item, where), _texts(item.get("content"), f"{where}.content"))
     elif kind == "function_call":
-        _add_call(messages, item, where)
+        name, arguments = _text(item, "name", where), _text(item, "arguments", where)
+        turns.call(_text(item, "call_id", where), name, arguments)
     elif kind == "function_call_output":
-        output = _content(item.get("output"), f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+        turns.result(_text(item, "call_id", where), _texts(item.get("output"), f"{where}.output"))
     elif kind == "item_reference":
         raise InvalidRequestError(
             f"{where} is an item_reference, but responses are not stored: send the item itself (clients do with store "
@@ -54,19 +55,11 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _message(item: Mapping[str, Any], where: str) -> Message:
+def _role(item: Mapping[str, Any], where: str) -> str:
     role = item.get("role")
     if role not in ROLES:
         raise InvalidRequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "input")
-    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
-
-
-def _add_call(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
-    function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
-    call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    messages[-1].setdefault("tool_calls", []).append(call)
+    return str(role)
 
 
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:
@@ -76,18 +69,18 @@ def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _content(content: object, where: str) -> str | list[dict[str, str]]:
+def _texts(content: object, where: str) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be text or a list of parts, got {shown(content)}", "input")
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
 
 
-def _part(part: object, where: str) -> dict[str, str]:
+def _part(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     name = TEXTS.get(kind) if isinstance(kind, str) else None
     if not isinstance(part, Mapping) or name is None:
         got = shown(part if kind is None else kind)
         raise InvalidRequestError(f"{where} has type {got}, which is not supported: only text is", "input")
-    return {"type": "text", "text": _text(part, name, where)}
+    return _text(part, name, where)

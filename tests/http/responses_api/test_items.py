@@ -28,29 +28,48 @@ def text(content: str, kind: str = "input_text") -> dict[str, Any]:
     )
 
 
-PART = [{"type": "text", "text": "a"}]
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": each} for each in texts]
+
+
+USER, ASSISTANT = said("user", parts("a")), said("assistant", parts("a"))
+TOOL = {"role": "tool", "tool_call_id": "c1", "content": "1"}
+ANSWER = said("assistant", [text("a", "output_text")], type="message", id="msg_1")
 TRANSLATIONS: list[tuple[Any, list[dict[str, Any]]]] = [
-    ("a", [said("user", "a")]),
-    ([said("user", "a")], [said("user", "a")]),
-    ([said("developer", [text("a")], type="message", id=None, status=None)], [said("developer", PART)]),
-    ([said("assistant", [text("a", "output_text")], type="message", id="msg_1")], [said("assistant", PART)]),
-    ([said("assistant", [{"type": "refusal", "refusal": "a"}])], [said("assistant", PART)]),
+    ("a", [USER]),
+    ([said("user", "a")], [USER]),
+    ([ANSWER], [ASSISTANT]),
+    ([said("assistant", [{"type": "refusal", "refusal": "a"}])], [ASSISTANT]),
+    ([said("user", "a"), said("user", [text("b")]), ANSWER], [said("user", parts("a", "b")), ASSISTANT]),
     (
         [said("assistant", "a"), REASONING, CALL, CALL | {"call_id": "c2"}, RESULT],
+        [said("assistant", parts("a"), tool_calls=[call("c1"), call("c2")]), TOOL],
+    ),
+    (
+        [CALL, ANSWER, CALL | {"call_id": "c2"}, REASONING, ANSWER, RESULT, CALL],
         [
-            said("assistant", "a", tool_calls=[call("c1"), call("c2")]),
-            {"role": "tool", "tool_call_id": "c1", "content": "1"},
+            said("assistant", parts("a", "a"), tool_calls=[call("c1"), call("c2")]),
+            TOOL,
+            said("assistant", [], tool_calls=[call("c1")]),
         ],
     ),
-    ([said("user", "a"), CALL], [said("user", "a"), said("assistant", "", tool_calls=[call("c1")])]),
-    ([RESULT | {"output": [text("a")]}], [{"role": "tool", "tool_call_id": "c1", "content": PART}]),
+    ([said("user", "a"), CALL], [USER, said("assistant", [], tool_calls=[call("c1")])]),
+    ([RESULT | {"output": [text("1")]}], [TOOL]),
 ]
 
 
 @pytest.mark.parametrize(("given", "messages"), TRANSLATIONS)
 def test_items_become_messages(given: Any, messages: list[dict[str, Any]]) -> None:
     assert messages_of(given, None) == messages
-    assert messages_of(given, "Be brief.") == [said("system", "Be brief."), *messages]
+    assert messages_of(given, "Be brief.") == [said("system", parts("Be brief.")), *messages]
+
+
+def test_successive_instructions_are_one_turn() -> None:
+    developer = said("developer", [text("a")], type="message", id=None, status=None)
+    given = [developer, said("system", "b"), said("user", "a"), developer]
+    first = parts("a", "b")
+    assert messages_of(given, None) == [said("developer", first), USER, said("developer", parts("a"))]
+    assert messages_of(given, "c")[0] == said("system", parts("c") + first)
 
 
 IMAGE = {"type": "input_image", "image_url": "data:,"}
