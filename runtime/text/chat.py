@@ -26,6 +26,8 @@ def render_chat(
 ) -> str:
     """Return the text of *messages*, rendered by *chat_template* or else by the tokenizer's own.
 
+    A final message without text, to be continued, is the same as none: the answer begins.
+
     *escape* is applied to the checked messages, the *tools* and the other *options* before they are rendered.
 
     Raises:
@@ -44,6 +46,10 @@ def render_chat(
             "tools",
         )
     checked = _messages(messages, has_developer="developer" in template)
+    if continue_final_message and len(checked) > 1 and _is_empty_answer(checked[-1]):
+        # Transformers would cut the white space between the role's header and the text, too.
+        checked.pop()
+        add_generation_prompt, continue_final_message = True, False
     try:
         rendered = tokenizer.apply_chat_template(
             escape(checked),
@@ -90,6 +96,10 @@ def _message(message: object) -> dict[str, Any]:
     if "tool_calls" in given:
         given["tool_calls"] = _calls(given["tool_calls"])
     return given
+
+
+def _is_empty_answer(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.keys() == {"role", "content"} and not message["content"].strip()
 
 
 def _content(content: object) -> str:

@@ -31,7 +31,9 @@ def chat_messages(messages: Sequence[Block], system: str | Sequence[Block] | Non
         where, role = f"messages[{index}]", message.get("role")
         if role not in ROLES:
             raise InvalidRequestError(f"{where}: role must be one of {', '.join(ROLES)}, got {shown(role)}", "messages")
-        if message.get("content") in ("", []) and not (role == "assistant" and index == len(messages) - 1):
+        if message.get("content") in ("", []):
+            if role == "assistant" and index == len(messages) - 1:
+                break
             raise _error(where, "must have content; only the last message may be empty, to be continued")
         for place, block in _blocks(message.get("content"), f"{where}.content"):
             _add(turns, role, block, place)

@@ -60,6 +60,7 @@ CASES: list[tuple[str, Any, list[Any], str]] = [
      "[tool] done\n[tool] a\nb\n"),
     ("empty result", None, [user({"type": "tool_result", "tool_use_id": "t"})], "[tool] \n"),
     ("begun with nothing", None, [user(text("x")), assistant()], "[user] x\n"),
+    ("begun with empty text", None, [user(text("x")), {"role": "assistant", "content": ""}], "[user] x\n"),
     ("documented fields of the client", None, [assistant(text("z", citations=None, parsed_output=None))],
      "[assistant] z\n"),
 ]  # fmt: skip
@@ -128,3 +129,16 @@ def test_an_answer_that_is_begun_is_continued(served: Served) -> None:
     prompt = tokenizer().encode("[user] x\n[assistant] begun")
     assert counts[0] == len(prompt)
     assert counts[1] == len(tokenizer().encode("[user] x\nbegun\n[bot]"))
+
+
+def test_an_answer_that_begins_with_nothing_is_a_new_one(served: Served) -> None:
+    begun = [[], [{"role": "assistant", "content": ""}], [assistant()], [assistant(text(" "))]]
+    counts = [
+        served.post("/v1/messages/count_tokens", messages=[user(text("x")), *more]).json()["input_tokens"]
+        for more in begun
+    ]
+    assert counts == [len(tokenizer().encode("[user] x\n[bot]"))] * 4
+    answers = [
+        served.post("/v1/messages", messages=[user(text("x")), *more], max_tokens=3).json()["content"] for more in begun
+    ]
+    assert answers == answers[:1] * 4

@@ -50,6 +50,19 @@ def test_messages_as_templates_know_them(tokenizer: PreTrainedTokenizerFast) -> 
     assert render_chat(tokenizer, [{"role": "assistant", "tool_calls": [call]}], chat_template=calls) == "1"
 
 
+@pytest.mark.parametrize("content", [None, "", [], "  \n", [{"type": "text", "text": ""}]])
+def test_an_answer_that_begins_with_nothing_is_a_new_one(tokenizer: PreTrainedTokenizerFast, content: object) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>\n\n{{ m.content | trim }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>\n\n{% endif %}"
+    )
+    begun = [*CHAT, {"role": "assistant", "content": content}]
+    options = {"chat_template": template, "continue_final_message": True, "add_generation_prompt": False}
+    assert render_chat(tokenizer, begun, **options) == render_chat(tokenizer, CHAT, chat_template=template)
+    some = [*CHAT, {"role": "assistant", "content": "a"}]
+    assert render_chat(tokenizer, some, **options).endswith("<assistant>\n\na")
+
+
 def test_tools_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     template = "{% if tools %}{{ tools[0].function.name }}{% endif %}."
