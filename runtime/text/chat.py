@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from pydantic_core import from_json
 
 from protos.errors import InvalidRequestError
 from protos.validation import shown
@@ -11,6 +12,8 @@ from runtime.text.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
 Escape = Callable[[Any], Any]
+TEXT_OF_PART = {"text": "text", "refusal": "refusal"}
+"""The field with the text of a content part, by its type."""
 
 
 def render_chat(
@@ -90,7 +93,8 @@ def _message(message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"each message must have a role and content, got {shown(message)}", "messages")
     given = {key: value for key, value in message.items() if value not in (None, [])}
-    if "content" not in given and given["role"] != "assistant":
+    may_be_empty = given["role"] == "assistant" or (given["role"] == "tool" and message.get("content") == [])
+    if "content" not in given and not may_be_empty:
         raise InvalidRequestError(f"a message of role {shown(given['role'])} must have content", "messages")
     given["content"] = _content(given.get("content", ""))
     if "tool_calls" in given:
@@ -108,11 +112,16 @@ def _content(content: object) -> str:
         return content
     if not isinstance(content, list | tuple):
         raise InvalidRequestError(f"message content must be text or a list of parts, got {shown(content)}", "messages")
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise InvalidRequestError(f"message parts must be of type 'text', got {shown(kind)}", "messages")
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(map(_part, content))
+
+
+def _part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    field = TEXT_OF_PART.get(kind) if isinstance(kind, str) else None
+    text = part.get(field) if field and isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"message parts must be of type 'text', got {shown(kind)}", "messages")
+    return text
 
 
 def _calls(calls: object) -> list[dict[str, Any]]:
@@ -122,17 +131,30 @@ def _calls(calls: object) -> list[dict[str, Any]]:
 
 
 def _call(call: object) -> dict[str, Any]:
-    """Return a call as templates expect it: its arguments are an object, not text."""
+    """Return a call as templates expect it: its arguments are an object, not text. They may have been cut off."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"a tool call must have a function with a name, got {shown(call)}", "messages")
     arguments = function.get("arguments") or "{}"
-    try:
-        parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        parsed = None
+    parsed = _arguments(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(parsed, Mapping):
         raise InvalidRequestError(
             f"the arguments of a tool call must be the text of a JSON object, got {shown(arguments)}", "messages"
         )
     return {**call, "function": {**function, "arguments": dict(parsed)}}
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return begun_object(text)
+
+
+def begun_object(text: str) -> dict[str, Any] | None:
+    """Return what is there of a JSON object that was cut off; None if *text* is anything else."""
+    try:
+        found = from_json(text, allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -41,6 +41,7 @@ from runtime.http.responses import ResponseMetrics, Usage
 from runtime.http.schemas import ChatCompletionRequest
 from runtime.http.tools.choice import ToolUse
 from runtime.http.tools.scanner import CallPart
+from runtime.text.chat import begun_object
 
 EMPTY = b"{}"
 Piece = str | CallPart
@@ -96,16 +97,8 @@ def _input(arguments: str) -> msgspec.Raw:
     try:
         found = from_json(arguments)
     except ValueError:
-        found = _cut_off(arguments)
-        return msgspec.Raw(to_json(found) if isinstance(found, dict) else EMPTY)
+        return msgspec.Raw(to_json(begun_object(arguments) or {}))
     return msgspec.Raw(arguments.encode() if isinstance(found, dict) else EMPTY)
-
-
-def _cut_off(arguments: str) -> Any:
-    try:
-        return from_json(arguments, allow_partial=True)
-    except ValueError:
-        return None
 
 
 def _call_id() -> str:

@@ -6,9 +6,10 @@ from typing import Any
 from protos.errors import InvalidRequestError
 from protos.validation import shown
 from runtime.http.fields.turns import Turns
+from runtime.text.chat import TEXT_OF_PART
 
 ROLES = ("user", "assistant", "system", "developer")
-TEXTS: Mapping[str, str] = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+TEXTS: Mapping[str, str] = {**TEXT_OF_PART, "input_text": "text", "output_text": "text"}
 """The content parts that are text, and the field that has it."""
 
 

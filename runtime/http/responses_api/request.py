@@ -17,6 +17,8 @@ from runtime.http.tools.choice import Function, NamedFunction, Tool
 
 LOGPROBS = "message.output_text.logprobs"
 NO_EFFECT = frozenset({"access_programs", "image", "max_tool_calls", "reasoning", "stream_options"})
+UNSHOWN = {"defer_loading", "allowed_callers", "output_schema"}
+"""Fields of tools that are not repeated in a response."""
 CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -37,10 +39,12 @@ def _only_functions(value: object) -> object:
 
 
 class FunctionTool(Function):
-    """One entry of `tools`."""
+    """One entry of `tools`. What its results are like has no effect."""
 
     type: Literal["function"]
     defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: dict[str, Any] | None = None
 
     def chat(self) -> Tool:
         """Return the tool as chat requests have it."""
@@ -152,7 +156,7 @@ class ResponsesRequest(RequestBody, SamplingFields):
 
     def shown_tools(self) -> list[dict[str, Any]]:
         """Return the tools as a response repeats them."""
-        return [tool.model_dump(exclude={"defer_loading"}) for tool in self.tools or ()]
+        return [tool.model_dump(exclude=UNSHOWN) for tool in self.tools or ()]
 
     def shown_choice(self) -> str | dict[str, Any]:
         """Return the `tool_choice` as a response repeats it."""

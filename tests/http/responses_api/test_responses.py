@@ -108,6 +108,7 @@ def test_an_answer_without_text_is_an_empty_message(served: Served) -> None:
 
 
 def test_options_are_repeated(served: Served) -> None:
+    tools = [tool | {"allowed_callers": ["direct"], "output_schema": {"type": "string"}} for tool in TOOLS]
     given: dict[str, Any] = {
         "instructions": "Be brief.",
         "metadata": {"a": "b"},
@@ -131,7 +132,7 @@ def test_options_are_repeated(served: Served) -> None:
         "max_tool_calls": 3,
         "previous_response_id": None,
     }
-    answer = strict(served.client.responses.create(**asked("Hello.", **given, **ignored)))
+    answer = strict(served.client.responses.create(**asked("Hello.", **(given | {"tools": tools}), **ignored)))
     shown = answer.to_dict()
     shown["tools"] = [{name: tool[name] for name in mine} for tool, mine in zip(shown["tools"], TOOLS, strict=True)]
     assert {name: shown[name] for name in given} == given
@@ -225,6 +226,18 @@ def test_a_round_trip_of_a_call(served: Served) -> None:
     chat_tools = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in TOOLS]
     assert second.usage is not None
     assert second.usage.input_tokens == prompt_of(served, messages, tools=chat_tools)
+
+
+def test_a_call_that_was_cut_off_can_be_sent_back(served: Served) -> None:
+    items: list[Any] = [{"role": "user", "content": f"say: {PAINT}<end>"}]
+    choice: Any = {"type": "function", "name": "paint"}
+    options: Any = {"model": "fake", "tools": TOOLS, "tool_choice": choice, "max_output_tokens": 25}
+    (call,) = served.client.responses.create(input=items, **options).output
+    assert call.type == "function_call"
+    assert call.status == "incomplete"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": []}
+    items += [call, result, {"role": "user", "content": "say: Well.<end>"}]
+    assert answered(served, input=[each if isinstance(each, dict) else each.to_dict() for each in items], tools=TOOLS)
 
 
 def test_at_most_one_call_where_several_are_not_wanted(served: Served) -> None:

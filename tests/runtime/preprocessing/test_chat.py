@@ -50,6 +50,18 @@ def test_messages_as_templates_know_them(tokenizer: PreTrainedTokenizerFast) -> 
     assert render_chat(tokenizer, [{"role": "assistant", "tool_calls": [call]}], chat_template=calls) == "1"
 
 
+def test_what_ends_before_its_end_or_has_no_text_is_rendered(tokenizer: PreTrainedTokenizerFast) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}" + calls + ";{% endfor %}"
+    call = {"function": {"name": "f", "arguments": '{"a": [1, 2'}}
+    said = [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": []},
+    ]
+    assert render_chat(tokenizer, said, chat_template=template) == "No.{'a': [1, 2]};{};;"
+
+
 @pytest.mark.parametrize("content", [None, "", [], "  \n", [{"type": "text", "text": ""}]])
 def test_an_answer_that_begins_with_nothing_is_a_new_one(tokenizer: PreTrainedTokenizerFast, content: object) -> None:
     template = (
@@ -87,6 +99,7 @@ def test_no_template_names_the_way_out(tokenizer: PreTrainedTokenizerFast) -> No
         ("hi", None, "messages must be a list"),
         ([{"content": "x"}], None, "must have a role"),
         ([{"role": "user", "content": 5}], None, "content must be text"),
+        ([{"role": "assistant", "content": [{"type": "refusal", "text": "No."}]}], None, "got 'refusal'"),
         ([{"role": "tool", "content": None}], None, "'tool' must have content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}], None, "got 'image_url'"),
         (CHAT, "{{ raise_exception('roles must alternate') }}", "roles must alternate"),
