@@ -106,7 +106,9 @@ class ResponseEvents(EventWriter):
 
     def __init__(self, job: CompletionJob) -> None:
         super().__init__(job)
-        (self._answer,) = job.choices
+        (answer,) = job.choices
+        assert isinstance(answer, ResponseAnswer)
+        self._answer = answer
         assert isinstance(job.envelope, ResponseEnvelope)
         self._envelope = job.envelope
         self._events = job.envelope.events
@@ -130,8 +132,15 @@ class ResponseEvents(EventWriter):
         return self._encoded()
 
     def fail(self, error: ApiError) -> list[bytes]:
-        """See `EventWriter`."""
-        failed = msgspec.structs.replace(self._envelope.opening, status="failed", error=_failure(error))
+        """See `EventWriter`; the response has what was streamed."""
+        self._answer.output.cut_off()
+        failed = msgspec.structs.replace(
+            self._envelope.opening,
+            status="failed",
+            output=self._answer.output.items,
+            usage=_usage(self.job.usage()) if self._answer.num_tokens else None,
+            error=_failure(error),
+        )
         self._events.emit("failed", response=failed)
         return self._encoded()
 

@@ -155,6 +155,10 @@ class Output:
             self._message()
         self._end(status)
 
+    def cut_off(self) -> None:
+        """End the open item, if there is one, of an answer that failed."""
+        self._end("incomplete")
+
     def _add_call(self, part: CallPart) -> None:
         self._take_logprobs()
         if part.name is not None:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.serving.fake_engine import tokenizer
 from tests.support.serving.http_server import Served
 from tests.support.serving.openai_answers import strict
-from tests.support.serving.openai_responses import PAINT_TOOL, WAIT_TOOL, answered, assembled, forms, streamed
+from tests.support.serving.openai_responses import PAINT_TOOL, WAIT_TOOL, answered, assembled, forms, kinds, streamed
 from tests.support.serving.openai_structured_checks import Verdict
 
 PAINT = '{"color": "red", "is_sure": true}'
@@ -32,12 +32,6 @@ TEXT_EVENTS = [
 
 def asked(text: str, /, **options: Any) -> dict[str, Any]:
     return {"model": "fake", "input": f"say: {text}<end>", **options}
-
-
-def kinds(events: list[Any]) -> list[str]:
-    """Return the types of *events*, repetitions left out."""
-    types = [event.type for event in events]
-    return [kind for before, kind in zip(["", *types], types, strict=False) if kind != before]
 
 
 def prompt_of(served: Served, messages: list[dict[str, Any]], **options: Any) -> int:
@@ -275,20 +269,3 @@ def test_errors_are_the_clients_own(served: Served) -> None:
         served.client.responses.retrieve("resp_1")
     with pytest.raises(openai.BadRequestError, match="max_output_tokens must be at most"):
         served.client.responses.create(**asked("x", max_output_tokens=10**9))
-
-
-def test_a_stream_that_fails_ends_with_response_failed(served: Served) -> None:
-    for words, code in (("there is no way on", "invalid_prompt"), ("this is not a number", "server_error")):
-        events = streamed(served, input=words)
-        assert kinds(events) == ["response.created", "response.in_progress", "response.failed"]
-        failed = events[-1].response
-        assert (failed.status, failed.error.code) == ("failed", code)
-        assert failed.error.message
-        assert served.post("/v1/responses", input=words).status_code == (400 if code == "invalid_prompt" else 500)
-
-
-def test_a_timeout_ends_a_stream(served: Served) -> None:
-    events = streamed(served, input="x", timeout=0.2)
-    assert events[-1].type == "response.failed"
-    assert "0.2 s" in events[-1].response.error.message
-    served.idle()

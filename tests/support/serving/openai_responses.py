@@ -50,6 +50,12 @@ def parsed(text: str) -> list[Any]:
     return events
 
 
+def kinds(events: list[Any]) -> list[str]:
+    """Return the types of *events*, repetitions left out."""
+    types = [event.type for event in events]
+    return [kind for before, kind in zip(["", *types], types, strict=False) if kind != before]
+
+
 def assembled(events: list[Any]) -> list[dict[str, Any]]:
     """Return the output that the events between the first and the last describe, from their deltas alone."""
     items: list[dict[str, Any]] = []
