@@ -53,7 +53,8 @@ class CompletionWriter(Choice):
         self._texts = texts
         self._echo: str | None = echoed if body.echo else None
         self._prompt_ids = request.prompt_token_ids if body.return_token_ids else UNSET
-        self._logprobs = None if body.logprobs is None else LogprobsWriter(texts, body.logprobs)
+        skips = request.params.skip_special_tokens
+        self._logprobs = None if body.logprobs is None else LogprobsWriter(texts, body.logprobs, skips_special=skips)
 
     def add(self, output: TokenOutput) -> None:
         """Add the output of a step; without its token if the request only scores its prompt."""
@@ -80,7 +81,8 @@ class CompletionWriter(Choice):
             return None
         if self._echo is None:
             return self._logprobs.completion(self.logprobs)
-        return self._logprobs.completion([*self.prompt_logprobs, *self.logprobs], self._request.prompt_token_ids[0])
+        entries = [*self.prompt_logprobs, *self.logprobs]
+        return self._logprobs.completion(entries, self._request.prompt_token_ids, self._echo)
 
 
 async def completion_job(context: RouteContext, body: CompletionRequest) -> CompletionJob:

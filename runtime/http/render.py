@@ -1,5 +1,6 @@
 """Response fields made from token outputs: token texts, log-probabilities, usage and statistics."""
 
+import codecs
 import math
 import re
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from runtime.http.responses import (
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot represent."""
 
+Utf8 = codecs.getincrementaldecoder("utf-8")
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """What vocabularies of sentencepiece call the token of a single byte."""
@@ -52,18 +54,26 @@ class TokenTexts(dict[int, str]):
     def __init__(self, tokenizer: Decoder) -> None:
         super().__init__()
         self._tokenizer = tokenizer
+        self._special: set[int] = set()
 
     def __missing__(self, token_id: int) -> str:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         # Decoders for sentencepiece drop the leading space of a text; decode the token twice to find it.
-        if self._tokenizer.decode([token_id, token_id], skip_special_tokens=True) == f"{text} {text}":
+        twice = self._tokenizer.decode([token_id, token_id], skip_special_tokens=True)
+        if twice == f"{text} {text}":
             text = f" {text}"
+        elif not twice:
+            self._special.add(token_id)
         self[token_id] = text
         return text
 
     def decode(self, token_ids: Sequence[int], params: SamplingParams) -> str:
         """Return the text of *token_ids*, with or without special tokens as in *params*."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts without special tokens lack this one."""
+        return bool(self[token_id]) and token_id in self._special
 
     def bytes_of(self, token_id: int) -> list[int]:
         """Return the UTF-8 of a token; of one that is part of a character, its bytes."""
@@ -84,25 +94,55 @@ def finite(logprob: float) -> float:
 
 
 class LogprobsWriter:
-    """Formats the log-probabilities of one choice, chunk by chunk. Keeps the text offset."""
+    """Formats the log-probabilities of one choice, chunk by chunk. Keeps the text offset.
 
-    def __init__(self, texts: TokenTexts, num_top: int) -> None:
+    Args:
+        texts: the texts of tokens.
+        num_top: number of candidates per token.
+        skips_special: whether the text of the answer has no special tokens.
+    """
+
+    def __init__(self, texts: TokenTexts, num_top: int, *, skips_special: bool = True) -> None:
         self._texts = texts
         self._num_top = num_top
+        self._skips_special = skips_special
         self._offset = 0
+        self._utf8 = Utf8("replace")
 
-    def completion(self, entries: Sequence[TokenLogprobs], first_id: int | None = None) -> CompletionLogprobs:
-        """Return *entries* in the completion format, after the token *first_id*, which has no log-probability."""
-        head = [] if first_id is None else [self._texts[first_id]]
-        tokens = head + [self._texts[entry.token_ids[0]] for entry in entries]
-        offsets = list(accumulate(map(len, tokens), initial=self._offset))
-        self._offset = offsets.pop()
+    def completion(
+        self, entries: Sequence[TokenLogprobs], prompt_ids: Sequence[int] = (), echoed: str = ""
+    ) -> CompletionLogprobs:
+        """Return *entries* in the completion format.
+
+        They begin with those of *prompt_ids*, if there are any, whose text is *echoed*. The first token of a prompt has
+        no log-probability.
+        """
+        head = list(prompt_ids[:1])
+        ids = head + [entry.token_ids[0] for entry in entries]
+        placed = self._in_prompt(prompt_ids, echoed) if prompt_ids else []
         return CompletionLogprobs(
-            tokens,
+            [self._texts[token_id] for token_id in ids],
             [None] * len(head) + [finite(entry.logprobs[0]) for entry in entries],
             [None] * len(head) + [self._top(entry) for entry in entries],
-            offsets,
+            placed + self._in_answer(ids[len(prompt_ids) :]),
         )
+
+    def _in_prompt(self, ids: Sequence[int], echoed: str) -> list[int]:
+        """Return where the tokens of a prompt begin. What the tokenizer puts before the text begins with it."""
+        utf8, texts = Utf8("replace"), self._texts
+        sizes = [0 if texts.is_special(i) and texts[i] not in echoed else self._size(i, utf8) for i in ids]
+        self._offset = len(echoed)
+        begin = len(echoed) - sum(sizes)
+        return [max(0, offset) for offset in accumulate(sizes[:-1], initial=begin)]
+
+    def _in_answer(self, ids: Sequence[int]) -> list[int]:
+        sizes = [0 if self._skips_special and self._texts.is_special(i) else self._size(i, self._utf8) for i in ids]
+        *offsets, self._offset = accumulate(sizes, initial=self._offset)
+        return offsets
+
+    def _size(self, token_id: int, utf8: codecs.IncrementalDecoder) -> int:
+        """Return how many characters end with a token; all but the last byte of a character end none."""
+        return len(utf8.decode(bytes(self._texts.bytes_of(token_id))))
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """Return the best `num_top` tokens and the sampled one; of tokens with equal text, the likelier."""

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from protos.messages import TokenLogprobs
 from protos.sampling import SamplingParams
-from runtime.http.render import TokenTexts
+from runtime.http.render import LogprobsWriter, TokenTexts
 from runtime.text.detokenizer import Detokenizer, DetokenizerFactory
 from tests.support.distributed.fake_worker import make_request
 
@@ -79,6 +80,30 @@ def test_parts_of_characters_have_bytes() -> None:
         ids = made.encode("é😀 a", add_special_tokens=False)
         assert any("\ufffd" in texts[token_id] for token_id in ids)
         assert b"".join(bytes(texts.bytes_of(token_id)) for token_id in ids).decode().strip() == "é😀 a"
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE], ids=["byte level", "metaspace"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_of_tokens_agree_with_the_text(tokenizer: Tokenizer, skips: bool) -> None:
+    made: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    writer = LogprobsWriter(TokenTexts(made), 0, skips_special=skips)
+    prompt, answer, more = (made.encode(each, add_special_tokens=False) for each in ("é😀b", "bé", "😀b"))
+    entries = [TokenLogprobs([token], [0.0], [1]) for token in [*prompt, *answer, made.eos_token_id, *more]]
+    found = writer.completion(entries, [made.bos_token_id, *prompt], "é😀b")
+    text = "é😀bbé" + "</s>" * (not skips) + "😀b"
+    placed = [*zip(found.tokens, found.text_offset, strict=True)]
+    assert [offset for token, offset in placed if token == "b"] == [at for at, char in enumerate(text) if char == "b"]
+    assert {text[offset] for token, offset in placed if token == "\ufffd"} <= {"é", "😀"}
+    assert [offset for _, offset in placed] == sorted(offset for _, offset in placed)
+
+
+def test_a_prompt_begins_with_what_the_tokenizer_puts_before_it() -> None:
+    made: Any = PreTrainedTokenizerFast(tokenizer_object=METASPACE, bos_token="<s>", eos_token="</s>")
+    ids = [METASPACE.token_to_id(token) for token in ("<s>", "▁Hello", "!", "▁world")]
+    entries = [TokenLogprobs([token], [0.0], [1]) for token in ids[1:]]
+    assert LogprobsWriter(TokenTexts(made), 0).completion(entries, ids[:3], "Hello!").text_offset == [0, 0, 5, 6]
+    echoed = "<s> Hello!"
+    assert LogprobsWriter(TokenTexts(made), 0).completion(entries, ids[:3], echoed).text_offset == [0, 3, 9, 10]
 
 
 def stream(text: Detokenizer, ids: Sequence[int]) -> tuple[list[str], str | None]:

@@ -133,14 +133,17 @@ def test_logprobs(served: Served) -> None:
 
 
 def test_streamed_logprobs_add_up(served: Served) -> None:
-    asked: dict[str, Any] = {"model": "fake", "prompt": PROMPT, "max_tokens": 9, "logprobs": 1, "echo": True}
+    prompt = PROMPT + "é😀"
+    asked: dict[str, Any] = {"model": "fake", "prompt": prompt, "max_tokens": 9, "logprobs": 1, "echo": True}
     whole = served.client.completions.create(**asked).choices[0].logprobs
     chunks = list(served.client.completions.create(**asked, stream=True))
     parts = [chunk.choices[0].logprobs for chunk in chunks]
     assert whole is not None
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [item for part in parts for item in getattr(part, name)] == getattr(whole, name)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + expected(PROMPT, 9)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == prompt + expected(prompt, 9)
+    assert whole.text_offset is not None
+    assert whole.text_offset[-9:] == list(range(len(prompt), len(prompt) + 9))
 
 
 @pytest.mark.parametrize("n", [1, 2])
