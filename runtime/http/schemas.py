@@ -261,7 +261,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
 
     def chat_sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters; without a limit, up to the end of the context."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", "top_logprobs")
         check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
         check_range("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT)

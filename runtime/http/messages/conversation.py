@@ -25,7 +25,7 @@ def chat_messages(messages: Sequence[Block], system: str | Sequence[Block] | Non
         InvalidRequestError: names the block and what is wrong with it.
     """
     turns = Turns()
-    for where, block in _blocks([] if system is None else system, "system"):
+    for where, block in _blocks([] if system in (None, "") else system, "system"):
         _add(turns, "system", block, where)
     for index, message in enumerate(messages):
         where, role = f"messages[{index}]", message.get("role")

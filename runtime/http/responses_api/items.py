@@ -22,7 +22,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         InvalidRequestError: an item is malformed or not supported; names its position.
     """
     turns = Turns()
-    if instructions is not None:
+    if instructions:
         turns.say("system", [instructions])
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -30,6 +30,10 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         raise InvalidRequestError("input must have at least one item, got []", "input")
     for index, item in enumerate(given):
         _add(turns, item, f"input[{index}]")
+    if not turns.found:
+        raise InvalidRequestError(
+            f"input must have at least one item other than reasoning, got {shown(given)}", "input"
+        )
     return turns.found
 
 

@@ -37,6 +37,14 @@ def test_a_chat_completion(served: Served) -> None:
     assert bytes(content[0].bytes or []).decode() == content[0].token
 
 
+def test_candidates_need_log_probabilities_unless_there_are_none(served: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    answer = served.post("/v1/chat/completions", **body, top_logprobs=0).json()
+    assert answer["choices"][0]["logprobs"] is None
+    error = served.post("/v1/chat/completions", **body, top_logprobs=1).json()["error"]
+    assert (error["param"], error["message"]) == ("top_logprobs", "top_logprobs needs logprobs=true")
+
+
 def test_logprobs_of_the_prompt_are_where_vllm_has_them(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2, "echo": False}
     answer = served.post("/v1/chat/completions", **body, prompt_logprobs=1).json()

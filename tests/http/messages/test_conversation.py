@@ -46,6 +46,7 @@ def _texts(parts: list[Mapping[str, str]]) -> list[str]:
 CASES: list[tuple[str, Any, list[Any], str]] = [
     ("text", None, [{"role": "user", "content": "hi"}], "[user] hi\n"),
     ("system", "be", [user(text("hi"))], "[system] be\n[user] hi\n"),
+    ("empty system", "", [user(text("hi"))], "[user] hi\n"),
     ("blocks", [text("a", cache_control={"type": "ephemeral"}), text("b")], [user(text("x"), text("y"))],
      "[system] a\nb\n[user] x\ny\n"),
     ("system later", "a", [user(text("x")), {"role": "system", "content": "b"}], "[system] a\n[user] x\n[system] b\n"),

@@ -60,7 +60,7 @@ TRANSLATIONS: list[tuple[Any, list[dict[str, Any]]]] = [
 
 @pytest.mark.parametrize(("given", "messages"), TRANSLATIONS)
 def test_items_become_messages(given: Any, messages: list[dict[str, Any]]) -> None:
-    assert messages_of(given, None) == messages
+    assert messages_of(given, None) == messages_of(given, "") == messages
     assert messages_of(given, "Be brief.") == [said("system", parts("Be brief.")), *messages]
 
 
@@ -75,6 +75,7 @@ def test_successive_instructions_are_one_turn() -> None:
 IMAGE = {"type": "input_image", "image_url": "data:,"}
 REFUSED: list[tuple[Any, str]] = [
     ([], "at least one item"),
+    ([REASONING], r"input must have at least one item other than reasoning, got \[{'type': 'reasoning'"),
     ([{}], r"input\[0\] has type None"),
     ([{"type": "web_search_call", "id": "x"}], r"input\[0\] has type 'web_search_call'"),
     ([said("user", "a"), {"type": "item_reference", "id": "x"}], r"input\[1\] is an item_reference, .* not stored"),
