@@ -8,8 +8,8 @@ from msgspec import structs
 
 from cluster.assemble import Assembled
 from cluster.simulate.logs import Content, LoggedAnswer
-from cluster.simulate.odds import ExpectedAcceptance, Odds
-from cluster.simulate.requests import RecordedSampling, odds_of
+from cluster.simulate.odds import Odds
+from cluster.simulate.requests import RecordedSampling, odds_of, output_of
 from cluster.simulate.results import Replay, ReplayedAnswer
 from cluster.simulate.setup import build, check_drafts, draw_by_odds, draws_drafts, has_odds, is_learned
 from protos.config.engine import EngineConfig, SpeculativeConfig
@@ -57,8 +57,7 @@ def replay(
             draw_by_odds(assembled)
         outputs = _run(assembled, requests, tick)
         answers = [
-            ReplayedAnswer(i, *outputs[request.request_id], _expected(request), len(request.prompt_token_ids))
-            for (i, _), request in zip(pairs, requests, strict=True)
+            _answer(i, request, *outputs[request.request_id]) for (i, _), request in zip(pairs, requests, strict=True)
         ]
     finally:
         assembled.shutdown()
@@ -89,9 +88,10 @@ def rule_for(answer: LoggedAnswer, speculative: SpeculativeConfig) -> str:
     return "coupled: drafted with the noise of the logged seed, accepted if equal to the logged tokens"
 
 
-def _expected(request: Request) -> ExpectedAcceptance | None:
-    odds = odds_of(request)
-    return None if odds is None else odds.expected
+def _answer(dataset: int, request: Request, steps: Seq[Step], stats: SpeculationStats) -> ReplayedAnswer:
+    num_tokens, odds = len(output_of(request.sampling)), odds_of(request)
+    expected = None if odds is None else odds.expected
+    return ReplayedAnswer(dataset, steps, stats, num_tokens, expected, len(request.prompt_token_ids))
 
 
 def _request(assembled: Assembled, answer: LoggedAnswer, number: int) -> Request:

@@ -17,6 +17,7 @@ class ReplayedAnswer:
         dataset: index of the log.
         steps: of the target, in order; each gave one token more than it accepted, but for the end of the answer.
         stats: as the engine counts them.
+        num_output_tokens: of the logged answer.
         expected: by the logged probabilities of the target; None where they were not used.
         num_prompt_tokens: of its prompt.
     """
@@ -24,6 +25,7 @@ class ReplayedAnswer:
     dataset: int
     steps: Seq[Step]
     stats: SpeculationStats
+    num_output_tokens: int
     expected: ExpectedAcceptance | None = None
     num_prompt_tokens: int = 0
 
@@ -70,5 +72,8 @@ class Replay:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of a step of the target, steps without a draft included."""
-        return 1 + self.stats.accepted / self.num_steps
+        """Logged tokens of a step of the target, steps without a draft included.
+
+        Not one more than what was accepted: where an answer ends with a draft token, no token follows it.
+        """
+        return sum(answer.num_output_tokens for answer in self.answers) / self.num_steps

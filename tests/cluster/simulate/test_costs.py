@@ -35,7 +35,7 @@ def replayed(name: str = "lookup") -> Replay:
     """Four steps, two of them with drafts of four tokens, of which four are accepted in all."""
     steps = [Step(4, 3, 4), Step(), Step(4, 1, 4), Step()]
     stats = SpeculationStats(2, 8, 4, (2, 1, 1, 0))
-    return Replay(name, 4, NGRAM, [ReplayedAnswer(0, steps, stats)], {"greedy": 1})
+    return Replay(name, 4, NGRAM, [ReplayedAnswer(0, steps, stats, num_output_tokens=8)], {"greedy": 1})
 
 
 def test_the_speed_up_is_that_computed_by_hand() -> None:

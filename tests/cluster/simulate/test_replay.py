@@ -55,6 +55,14 @@ def test_the_figures_are_those_computed_by_hand(log: Path, tmp_path: Path, capsy
     assert (found["tokens_per_step"], found["num_steps"], found["mean_acceptance_length"]) == (1.5, 4, 3.0)
 
 
+def test_no_token_follows_a_draft_token_that_ends_an_answer(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.jsonl", {"prompt": [5, 6, 7, 8, 9, 5, 6], "output": [7, 8, 9]})
+    figures = tmp_path / "figures.json"
+    simulate(log, *MODEL, "--json", str(figures))
+    [found] = json.loads(figures.read_text())["replays"]
+    assert (found["num_steps"], found["num_accepted_draft_tokens"], found["tokens_per_step"]) == (1, 3, 3.0)
+
+
 def test_each_log_is_a_dataset_and_each_number_of_draft_tokens_a_replay(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
