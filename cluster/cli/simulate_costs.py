@@ -41,19 +41,18 @@ class CostOptions:
         Raises:
             ConfigError: the table is of another model.
         """
-        from cluster.simulate.measure import machine  # noqa: PLC0415 - loads torch
+        from cluster.simulate.measure import machine, setting  # noqa: PLC0415 - loads torch
 
-        here = machine()
         if not self.path.exists():
             measured = measure_costs(replays, config, self.batch_sizes, self.contexts)
             self.path.write_text(measured.as_json(), encoding="utf-8")
             show_progress(f"wrote {self.path}")
         costs = read_costs(self.path)
         where = f"costs: {self.path}, {costs.dtype}, {costs.machine.get('processor', '?')}"
-        differences = costs.check(config.model.model, here)
+        differences = costs.check(config.model.model, setting(config.model), machine())
         if not differences:
             return costs, [where]
-        return costs, [where, f"WARNING: the costs were measured elsewhere: {'; '.join(differences)}"]
+        return costs, [where, f"WARNING: the costs were measured otherwise: {'; '.join(differences)}"]
 
 
 def measure_costs(replays: Sequence[Replay], config: EngineConfig, batch_sizes: str, contexts: str) -> CostTable:

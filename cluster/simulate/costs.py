@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,33 @@ from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.validation import shown, why_unreadable
 
-FORMAT = 2
+FORMAT = 3
 Shape = tuple[int, int]
 """Rows of a batch, and known tokens of each."""
 Seconds = Mapping[Shape, Mapping[int, float]]
 """By shape: tokens of a row that the target is fed, or that are drafted for it -> seconds of a round."""
 PromptSeconds = Mapping[int, float]
 """By tokens of a prompt: how much longer the rounds take in which it is read."""
+NOT_IN_KEYS = frozenset({
+    "method", "model", "num_speculative_tokens", "policy", "disable_by_batch_size",
+    "num_speculative_tokens_per_batch_size", "placement", "draft_tensor_parallel_size", "has_default_shape",
+    "draft_block_size", "synthetic_acceptance_rates", "synthetic_acceptance_length",
+})  # fmt: skip
+"""What a key of a draft has first, what is the same for all drafts of a replay, and what costs nothing."""
 
 
 def draft_key(speculative: SpeculativeConfig) -> str:
-    """Return what identifies a draft in a table of costs, whatever its number of draft tokens."""
-    tree = f", {speculative.num_steps} levels of {speculative.eagle_topk}" if speculative.eagle_topk > 1 else ""
-    return f"{'+'.join(speculative.methods)} {speculative.model or ''}".strip() + tree
+    """Return what identifies a draft in a table of costs, whatever its number of draft tokens and its policy.
+
+    It has all other settings that are not the defaults: a quantised draft costs less than the same one as stored.
+    """
+    defaults = asdict(SpeculativeConfig(method="", num_speculative_tokens=1))
+    settings = [
+        f", {name} {value}"
+        for name, value in asdict(speculative).items()
+        if name not in NOT_IN_KEYS and value != defaults[name]
+    ]
+    return f"{'+'.join(speculative.methods)} {speculative.model or ''}".strip() + "".join(settings)
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,7 @@ class CostTable:
     Attributes:
         model: the target's Hub id or folder.
         dtype: of the target.
+        setting: how the target was loaded and run.
         machine: processor, devices and versions.
         target: of rounds without their drafting, sampling and the controller's work included.
         drafts: of drafting, by `draft_key`.
@@ -44,6 +59,7 @@ class CostTable:
 
     model: str
     dtype: str
+    setting: Mapping[str, str]
     machine: Mapping[str, str]
     target: Seconds
     drafts: Mapping[str, Seconds] = field(default_factory=dict)
@@ -88,18 +104,19 @@ class CostTable:
         """Return the seconds that drafting adds to a prompt."""
         return _of_prompt(self.draft_prompts.get(key, {}), tokens)
 
-    def check(self, model: str, machine: Mapping[str, str]) -> list[str]:
-        """Return how *machine* differs from the table's; empty if it does not.
+    def check(self, model: str, setting: Mapping[str, str], machine: Mapping[str, str]) -> list[str]:
+        """Return how *setting* and *machine* differ from the table's; empty if they do not.
 
         Raises:
             ConfigError: the costs are those of another model.
         """
         if model != self.model:
             raise ConfigError(f"the costs are those of {self.model}, the answers those of {model}")
+        measured = {**self.setting, **self.machine}
         return [
-            f"{name} {self.machine.get(name, '?')}, here {here}"
-            for name, here in machine.items()
-            if self.machine.get(name) != here
+            f"{name} {measured.get(name, '?')}, here {here}"
+            for name, here in {**setting, **machine}.items()
+            if measured.get(name) != here
         ]
 
     def as_json(self) -> str:
@@ -109,6 +126,7 @@ class CostTable:
             "format": FORMAT,
             "model": self.model,
             "dtype": self.dtype,
+            "setting": dict(self.setting),
             "machine": dict(self.machine),
             "columns": ["rows", "context", "tokens", "seconds"],
             "target": _rows(self.target),
@@ -140,13 +158,16 @@ def read_costs(path: Path) -> CostTable:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the costs {path}: {why_unreadable(error)}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = shown(content["format"]) if isinstance(content, dict) and "format" in content else "another file"
         raise ConfigError(
-            f"{path} is not a table of costs of format {FORMAT}: `slipstream simulate --target` writes one"
+            f"{path} is not a table of costs of format {FORMAT}, but {found}: `slipstream simulate --target --costs` "
+            "measures again, into another file"
         )
     try:
         return CostTable(
             str(content["model"]),
             str(content["dtype"]),
+            {str(name): str(value) for name, value in content["setting"].items()},
             {str(name): str(value) for name, value in content["machine"].items()},
             _seconds(content["target"]),
             {str(key): _seconds(rows) for key, rows in content["drafts"].items()},

@@ -22,12 +22,14 @@ from cluster.simulate.costs import CostTable, PromptSeconds, Seconds, Shape, dra
 from cluster.simulate.executors import free_memory
 from cluster.simulate.made_up import FIXED, make_executor
 from cluster.simulate.setup import in_every_round
-from protos.config.engine import EngineConfig, SpeculativeConfig
+from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import Request
 from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from runtime.text.prompts import Prompt
+from workers.model.loader import pick_device, pick_dtype
+from workers.weights.hub import read_config
 
 WARM_ROUNDS, TIMED_ROUNDS = 2, 12
 """The first rounds in which all rows decode are not timed: a draft still reads the prompts."""
@@ -105,6 +107,28 @@ def machine() -> dict[str, str]:
     }
 
 
+def setting(model: ModelConfig) -> dict[str, str]:
+    """Return how a target is loaded and run, which its speed depends on; its weights are not read."""
+    device = pick_device(model.device)
+    return {
+        "dtype": _dtype(model, device),
+        "quantization": model.quantization or "as stored",
+        "KV cache": model.kv_cache_dtype,
+        "device": device.type,
+        "execution": "eager" if model.enforce_eager else "compiled",
+        "batch-invariant": "yes" if model.batch_invariant else "no",
+        "threads": str(model.num_threads or "auto"),
+    }
+
+
+def _dtype(model: ModelConfig, device: torch.device) -> str:
+    """Return the dtype of a target; "auto" where only its weights tell."""
+    described = read_config(model)
+    if model.dtype == "auto" and not (described.get("dtype") or described.get("torch_dtype")):
+        return model.dtype
+    return str(pick_dtype(model.dtype, described, Path(), device)[0]).removeprefix("torch.")
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -133,7 +157,7 @@ def measure(
             f"nothing was measured: no batch of {min(what.rows)} rows of {min(what.contexts)} tokens or more fits the "
             "KV cache and the context"
         )
-    table = CostTable(first.model.model, dtype, machine(), target_s, prompts=alone.prompts[0])
+    table = CostTable(first.model.model, dtype, setting(first.model), machine(), target_s, prompts=alone.prompts[0])
     drafts: dict[str, Seconds] = {}
     draft_prompts: dict[str, PromptSeconds] = {}
     for config in configs:

@@ -10,10 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+import demo
 from cluster.cli import main as cli
+from cluster.cli.simulate_costs import measure_costs
+from cluster.settings import engine_config
 from cluster.simulate import measure as measuring
 from cluster.simulate.charts import charts, html, require_matplotlib, write_png
-from cluster.simulate.costs import CostTable, read_costs
+from cluster.simulate.costs import CostTable, draft_key, read_costs
 from cluster.simulate.predict import SpeedupPrediction, predict, threshold
 from cluster.simulate.results import Replay, ReplayedAnswer
 from protos.config.engine import SpeculativeConfig
@@ -25,6 +28,7 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
 TABLE = CostTable(
     "target",
     "float32",
+    {"dtype": "float32"},
     {"processor": "here"},
     {(1, 64): {1: 10.0, 5: 14.0}, (8, 64): {1: 20.0, 5: 60.0}},
     {"ngram": {(1, 64): {4: 1.0}, (8, 64): {4: 5.0}}},
@@ -95,9 +99,9 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("{", "cannot read the costs"),
-        ("[]", "is not a table of costs of format 2"),
-        ('{"format": 1}', "is not a table of costs of format 2"),
-        ('{"format": 2}', "is not a table of costs: KeyError"),
+        ("[]", "is not a table of costs of format 3, but another file"),
+        ('{"format": 2}', "is not a table of costs of format 3, but 2: .* measures again"),
+        ('{"format": 3}', "is not a table of costs: KeyError"),
         (json.dumps({**json.loads(TABLE.as_json()), "target": []}), "ValueError: 'no rows'"),
         (json.dumps({**json.loads(TABLE.as_json()), "target": [[0, 1, 1, 1.0]]}), "a row is"),
         (json.dumps({**json.loads(TABLE.as_json()), "prompts": [[64, -1.0]]}), "a row is"),
@@ -112,13 +116,58 @@ def test_bad_tables(tmp_path: Path, text: str, says: str) -> None:
 
 def test_nothing_is_predicted_beyond_what_was_measured() -> None:
     with pytest.raises(ConfigError, match="the costs are those of target, the answers those of other"):
-        TABLE.check("other", {})
-    assert TABLE.check("target", {"processor": "there"}) == ["processor here, here there"]
-    assert TABLE.check("target", {"processor": "here"}) == []
+        TABLE.check("other", {}, {})
+    assert TABLE.check("target", {}, {"processor": "there"}) == ["processor here, here there"]
+    assert TABLE.check("target", {"dtype": "bfloat16"}, {}) == ["dtype float32, here bfloat16"]
+    assert TABLE.check("target", {"dtype": "float32"}, {"processor": "here"}) == []
     with pytest.raises(ConfigError, match="has no 'suffix' with K = 4, but ngram: measure it again"):
         TABLE.draft_s("suffix", (1, 64), 4)
     with pytest.raises(ConfigError, match="1 to 5 tokens of a row, and 6 are needed"):
         TABLE.target_s((1, 64), 6)
+
+
+def test_a_draft_is_identified_by_all_that_changes_what_it_costs() -> None:
+    draft = SpeculativeConfig(method="draft_model", model="d", num_speculative_tokens=2)
+    assert draft_key(draft) == "draft_model d"
+    others: list[dict[str, Any]] = [
+        {"quantization": "int8"},
+        {"draft_kv_window": 64},
+        {"dtype": "bfloat16"},
+        {"revision": "old"},
+        {"eagle_topk": 2},
+        {"eagle_topk": 2, "num_steps": 2},
+        {"rejection_sample_method": "standard"},
+    ]
+    lookahead = SpeculativeConfig(method="lookahead", num_speculative_tokens=2)
+    keys = [draft_key(draft), *(draft_key(replace(draft, **other)) for other in others)]
+    keys += [draft_key(lookahead), draft_key(replace(lookahead, lookahead_window=2)), draft_key(NGRAM)]
+    keys += [draft_key(replace(NGRAM, prompt_lookup_min=2))]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_speculative_tokens": 5},
+        {"policy": "fixed"},
+        {"disable_by_batch_size": 4},
+        {"num_speculative_tokens_per_batch_size": ((1, 4, 2),)},
+        {"placement": "colocated"},
+    ],
+)
+def test_a_draft_costs_the_same_whatever_its_policy(other: dict[str, Any]) -> None:
+    draft = SpeculativeConfig(method="draft_model", model="d", num_speculative_tokens=2)
+    assert draft_key(replace(draft, **other)) == draft_key(draft)
+
+
+def test_each_draft_of_a_checkpoint_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(measuring, "measure", lambda configs, *_: found.extend(configs))
+    draft = {"model": str(demo.pair()[1]), "num_speculative_tokens": 2}
+    configs = [engine_config({"speculative_config": {**draft, **more}}) for more in ({}, {"quantization": "int8"}, {})]
+    replays = [Replay("d", 2, config.speculative, [], {}) for config in configs if config.speculative]
+    measure_costs(replays, configs[0], "1", "64")
+    assert [config.speculative.quantization for config in found] == [None, "int8"]
 
 
 # The command, with the tiny pair
@@ -166,8 +215,13 @@ def test_costs_are_measured_once_and_used_again(
 
     monkeypatch.setattr(measuring, "measure", None)
     monkeypatch.setattr(measuring, "machine", lambda: {"processor": "another"})
-    simulate(log, pair, "--costs", str(costs), "--json", str(figures))
-    assert "WARNING: the costs were measured elsewhere: processor " in capsys.readouterr().out
+    given = ["--kv-cache-dtype", "int8", "--quantization", "int8", "--costs", str(costs), "--json", str(figures)]
+    simulate(log, pair, *given)
+    shown = capsys.readouterr().out
+    warning = (
+        "WARNING: the costs were measured otherwise: quantization as stored, here int8; KV cache auto, here int8; "
+    )
+    assert warning + "processor " in shown
     again = json.loads(figures.read_text())
     assert again["predictions"] == found["predictions"]
     assert "WARNING" in again["notes"][-1]

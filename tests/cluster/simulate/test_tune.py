@@ -137,7 +137,7 @@ def test_a_bad_draft_is_not_used(
     def costs(replays: list[Replay], config: EngineConfig, *_: str) -> CostTable:
         shape, seconds = (1, 8), {tokens: float(tokens) for tokens in (1, 2, 3)}
         drafts = {draft_key(each.speculative): {shape: {1: 1.0, 2: 2.0}} for each in replays}
-        return CostTable(config.model.model, "float32", {"processor": "any"}, {shape: seconds}, drafts)
+        return CostTable(config.model.model, "float32", {}, {"processor": "any"}, {shape: seconds}, drafts)
 
     monkeypatch.setattr("cluster.cli.tune.measure_costs", costs)
     tune(tmp_path, "--serve-config", str(tmp_path / "serve.yaml"))
