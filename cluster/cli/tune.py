@@ -16,7 +16,7 @@ from cluster.simulate import report, serving
 from cluster.simulate.costs import CostTable
 from cluster.simulate.logs import LoggedAnswer
 from cluster.simulate.predict import predict
-from cluster.simulate.setup import needs_target
+from cluster.simulate.setup import OF_THE_POLICY, needs_target
 from cluster.simulate.tune import Advice, choose
 from protos.config import argument_names, speculation
 from protos.config.engine import EngineConfig
@@ -121,7 +121,9 @@ def _write(path: Path | None, text: str) -> None:
 
 
 def _drafts(given: Sequence[str], plain: EngineConfig) -> list[Mapping[str, Any]]:
-    drafts = [speculation.mapping(text) for text in given]
+    """Return the keys of all drafts, without their policies: what is tuned is a table, which no other one reads."""
+    several = [speculation.normalised(speculation.mapping(text)) for text in given]
+    drafts = [{key: value for key, value in keys.items() if key not in OF_THE_POLICY} for keys in several]
     if not drafts and is_demo(plain):
         drafts = [{}]  # the demo pair's own
     return [*drafts, *ALWAYS]

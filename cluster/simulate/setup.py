@@ -31,6 +31,9 @@ UNSHIFTED: Mapping[str, Any] = {
 OF_THE_TARGET = frozenset({"lookahead"})
 """Methods whose draft tokens are the target's own."""
 
+OF_THE_POLICY = ("policy", "disable_by_batch_size", "num_speculative_tokens_per_batch_size")
+"""Keys that say when a draft gets fewer tokens than it could: not in a replay."""
+
 
 def build(config: EngineConfig, report: ProgressCallback, *, with_target: bool) -> Assembled:
     """Return an engine for requests with `RecordedSampling`; *with_target* loads and runs the target, too.
@@ -64,7 +67,7 @@ def _replayable(config: EngineConfig) -> SpeculativeConfig:
 
 def in_every_round(speculative: SpeculativeConfig) -> SpeculativeConfig:
     """Return *speculative* with as many draft tokens in every round."""
-    return replace(speculative, policy="fixed", disable_by_batch_size=None, num_speculative_tokens_per_batch_size=None)
+    return replace(speculative, **{**dict.fromkeys(OF_THE_POLICY), "policy": "fixed"})
 
 
 def needs_target(config: EngineConfig) -> bool:

@@ -97,7 +97,7 @@ def read(
     Raises:
         ConfigError: names the key, the value, and what is allowed.
     """
-    keys = _normalised(mapping(given))
+    keys = normalised(mapping(given))
     if not keys:
         return None
     keys = _chosen_for(keys, detect, target)
@@ -166,8 +166,12 @@ def _json(text: str) -> Any:
         raise ConfigError(f"speculative_config is not valid JSON ({error}): {shown(text)}") from None
 
 
-def _normalised(given: Mapping[str, Any]) -> Keys:
-    """Return *given* under current names, with string booleans parsed and None values dropped."""
+def normalised(given: Mapping[str, Any]) -> Keys:
+    """Return *given* under current names, with string booleans parsed and None values dropped.
+
+    Raises:
+        ConfigError: two names are of one key.
+    """
     keys: Keys = {}
     for spelt, value in given.items():
         name = str(spelt).replace("-", "_")

@@ -16,7 +16,7 @@ from cluster.simulate.costs import CostTable, draft_key
 from cluster.simulate.predict import SpeedupPrediction
 from cluster.simulate.results import Replay
 from cluster.simulate.serving import ray_serve_file, serve_file, tuned_arguments
-from cluster.simulate.tune import choose
+from cluster.simulate.tune import Advice, TunedSize, choose
 from protos.config import argument_names
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
@@ -129,15 +129,44 @@ def test_files_for_serving_hold_what_was_tuned(tmp_path: Path, speculative: dict
     assert (config.scheduler.max_num_seqs, config.speculative is None) == (4, speculative is None)
 
 
+def costs(replays: list[Replay], config: EngineConfig, *_: str) -> CostTable:
+    """Return made-up costs: rounds cost as much as they have tokens."""
+    shape, seconds = (1, 8), {tokens: float(tokens) for tokens in (1, 2, 3)}
+    drafts = {draft_key(each.speculative): {shape: {1: 1.0, 2: 2.0}} for each in replays}
+    return CostTable(config.model.model, "float32", {}, {"processor": "any"}, {shape: seconds}, drafts)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"policy": "adaptive"},
+        {"disable-by-batch-size": 1},
+        {"num_speculative_tokens_per_batch_size": [[1, 64, 2]]},
+    ],
+)
+def test_a_policy_of_a_draft_is_not_in_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: dict[str, Any]
+) -> None:
+    def first(predictions: list[SpeedupPrediction]) -> Advice:
+        return Advice("mine", [TunedSize(1, 2, 1.5, "made up")], [])
+
+    monkeypatch.setattr("cluster.cli.tune.measure_costs", costs)
+    monkeypatch.setattr("cluster.cli.tune.choose", first)
+    draft = {**policy, "speculative_model": str(tmp_path / "draft"), "name": "mine"}
+    written, served = tmp_path / "speculative.json", tmp_path / "serve.yaml"
+    tune(tmp_path, "--draft", json.dumps(draft), "--output", str(written), "--serve-config", str(served))
+    config = json.loads(written.read_text())
+    assert config.keys() == {"model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"}
+    accepted = engine_config({"model": str(tmp_path / "target"), "speculative_config": config}).speculative
+    assert accepted is not None
+    assert accepted.policy_name == "schedule"
+    assert _served(served).speculative == accepted
+
+
 def test_a_bad_draft_is_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tiny draft has random weights. Rounds are made to cost as much as they have tokens."""
-
-    def costs(replays: list[Replay], config: EngineConfig, *_: str) -> CostTable:
-        shape, seconds = (1, 8), {tokens: float(tokens) for tokens in (1, 2, 3)}
-        drafts = {draft_key(each.speculative): {shape: {1: 1.0, 2: 2.0}} for each in replays}
-        return CostTable(config.model.model, "float32", {}, {"processor": "any"}, {shape: seconds}, drafts)
+    """The tiny draft has random weights."""
 
     monkeypatch.setattr("cluster.cli.tune.measure_costs", costs)
     tune(tmp_path, "--serve-config", str(tmp_path / "serve.yaml"))
