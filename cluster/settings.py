@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import demo
+from cluster.files import UTF8
 from proposers import registry
 from proposers.formats import detect
 from proposers.formats.shared.peek import Peek
@@ -129,6 +130,6 @@ def chat_template_text(given: str | None) -> str | None:
     if given is None or "{" in given or "\n" in given:
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(given).read_text(encoding=UTF8)
     except (OSError, ValueError) as error:
         raise ConfigError(f"chat_template: cannot read {given}: {why_unreadable(error)}") from None

@@ -34,10 +34,12 @@ LIMITS = {
 logger = logging.getLogger("slipstream")
 
 
-def why_unreadable(error: OSError | ValueError) -> str:
-    """Return in words why a text file could not be read."""
+def why_unreadable(error: OSError | ValueError | RecursionError) -> str:
+    """Return in words why a text file, or JSON in it, could not be read."""
     if isinstance(error, OSError):
         return (error.strerror or type(error).__name__).lower()
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 

@@ -1,14 +1,13 @@
 """Questions of `slipstream bench compare`: Spec-Bench's `question.jsonl`, ShareGPT, or JSON lines of prompts."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.datasets import SUFFIXES, read_list
-from cluster.simulate.logs import read_objects
+from cluster.files import LINES, LIST, read_rows
 from protos.errors import ConfigError
 from protos.validation import shown
 
@@ -23,6 +22,9 @@ USERS = frozenset({"human", "user"})
 SYSTEM = "system"
 FIELDS = ("turns", "conversations", "messages", "prompt_token_ids", "prompt")
 """Fields that hold what is asked; the first of several that a line has counts."""
+SHAREGPT_FIELDS = "conversations", "from", "value"
+MESSAGE_FIELDS = "messages", "role", "content"
+"""A field that is a list, and those of its items that hold who says what."""
 
 Ids = tuple[int, ...]
 Message = Mapping[str, str]
@@ -55,21 +57,15 @@ def read_questions(path: Path, limit: int, max_turns: int) -> list[Question]:
     Raises:
         ConfigError: names the line and what is wrong with it, or the file has no questions.
     """
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in (LIST, LINES):
         raise ConfigError(f"dataset must be a .jsonl file, or a .json file (ShareGPT), got {path}")
-    rows = [_question(item, place, path.stem) for place, item in _items(path)]
+    rows = [_question(item, place, path.stem) for place, item in read_rows(path)]
     found = [row for row in rows if row.turns]
     if len(found) < len(rows):
         logger.warning("%s: %d conversations have no turn of a user and are left out", path, len(rows) - len(found))
     if not found:
         raise ConfigError(f"{path} has no questions")
     return [_shortened(question, max_turns) for question in _in_turns(_grouped(found))[:limit]]
-
-
-def _items(path: Path) -> Iterable[tuple[str, Any]]:
-    if path.suffix == ".jsonl":
-        return read_objects(path)
-    return [(f"{path}: item {number}", item) for number, item in enumerate(read_list(path), 1)]
 
 
 def _question(item: Any, place: str, default_category: str) -> Question:
@@ -123,21 +119,21 @@ def _prompt(value: Any, place: str, field: str) -> Any:
 
 def _of_sharegpt(bare: Question, turns: Any) -> Question:
     """Return the user's turns of a ShareGPT conversation; its recorded answers are not used."""
-    said = _said(turns, bare.place, "conversations", "from", "value")
+    said = said_by(turns, bare.place, *SHAREGPT_FIELDS)
     history = tuple({"role": SYSTEM, "content": text} for who, text in said[:1] if who == SYSTEM)
     return replace(bare, turns=tuple(text for who, text in said if who in USERS and text.strip()), history=history)
 
 
 def _of_messages(bare: Question, messages: Any) -> Question:
     """Return the last message, which must be the user's, after those before it."""
-    said = _said(messages, bare.place, "messages", "role", "content")
+    said = said_by(messages, bare.place, *MESSAGE_FIELDS)
     if not said or said[-1][0] != "user":
         raise ConfigError(f"{bare.place}: messages must end with one of role 'user'")
     history = tuple({"role": role, "content": text} for role, text in said[:-1])
     return replace(bare, turns=(_text(said[-1][1], f"{bare.place}: the last message"),), history=history)
 
 
-def _said(items: Any, place: str, field: str, who: str, what: str) -> list[tuple[str, str]]:
+def said_by(items: Any, place: str, field: str, who: str, what: str) -> list[tuple[str, str]]:
     """Return who said what. Raises `ConfigError` unless each item has both, as text."""
     if not isinstance(items, list):
         raise ConfigError(f"{place}: {field} must be a list, got {shown(items)}")

@@ -13,9 +13,9 @@ from cluster.check.engine_run import Tick
 from cluster.check.report import Decode, as_json, lines, tables, verdict_line
 from cluster.cli.console import ERR, OUT, show_progress, show_warnings
 from cluster.cli.generate import PROMPT_FIELDS, read_items
+from cluster.files import read_lines
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
-from protos.validation import why_unreadable
 from runtime.text.tokenizer import load_tokenizer
 
 JSON_LINES = frozenset({".jsonl", ".json"})
@@ -55,11 +55,7 @@ def read_prompts(path: Path | None, count: int) -> list[Any]:
     if path.suffix in JSON_LINES:
         items: list[Any] = [{key: item[key] for key in PROMPT_FIELDS if key in item} for _, item in read_items(path)]
         return items[:count]
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
-    texts = [line for line in text.splitlines() if line.strip()]
+    texts = [line for _, line in read_lines(path)]
     if not texts:
         raise ConfigError(f"{path} has no prompts")
     return texts[:count]

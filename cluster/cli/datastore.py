@@ -7,6 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import demo
 from cluster.cli.console import ERR, show_progress, show_warnings
+from cluster.files import UTF8
 from proposers.shared import datastore
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError
@@ -72,7 +73,7 @@ def _texts(files: Sequence[Path]) -> Iterator[str]:
     """Yield the text of each file; "" for a file that is not text, which is reported."""
     for path in files:
         try:
-            yield path.read_text(encoding="utf-8")
+            yield path.read_text(encoding=UTF8)
         except (OSError, UnicodeDecodeError) as error:
             show_progress(f"skipping {path}: {type(error).__name__}")
             yield ""

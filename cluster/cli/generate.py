@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.console import ERR, show_progress, show_warnings, write
+from cluster.files import read_objects
 from cluster.llm import LLM
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
@@ -17,7 +18,6 @@ from protos.messages import SpeculationStats
 from protos.outputs import CompletionOutput, RequestOutput, SpeculativeDecodingMetrics, total
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
-from protos.validation import why_unreadable
 from runtime.text.output_log import AnswerRecorder, LoggedOutput, OutputLog, logged_sampling
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -68,7 +68,7 @@ def batch(
     """
     show_warnings()
     items = read_items(prompts)
-    params = _seeded([_params(item, sampling, f"{prompts}:{number}") for number, item in items], config)
+    params = _seeded([_params(item, sampling, place) for place, item in items], config)
     inputs = [{key: item[key] for key in PROMPT_FIELDS if key in item} for _, item in items]
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"there is no folder {output.parent} to write {output.name} to")
@@ -139,23 +139,15 @@ def _logged(
     )
 
 
-def read_items(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the objects of a JSONL file with their line numbers; a bare string is a prompt."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
-    items = [(number, _item(line, f"{path}:{number}")) for number, line in enumerate(lines, 1) if line.strip()]
+def read_items(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the objects of a JSONL file with their places, `file:line`; a bare string is a prompt."""
+    items = [(place, _item(value, place)) for place, value in read_objects(path)]
     if not items:
         raise ConfigError(f"{path} has no prompts")
     return items
 
 
-def _item(line: str, place: str) -> dict[str, Any]:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{place} is not JSON: {error}") from None
+def _item(item: Any, place: str) -> dict[str, Any]:
     if isinstance(item, str):
         return {"prompt": item}
     if not isinstance(item, dict) or not {"prompt", "prompt_token_ids"} & item.keys():

@@ -14,12 +14,13 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
+from cluster.files import read_text
 from protos.config import aliases, argument_names
 from protos.config.arguments import PARTS
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
-from protos.validation import did_you_mean, shown, why_unreadable
+from protos.validation import did_you_mean, shown
 from runtime.http.options import SafetyOptions
 
 Command = Callable[..., None]
@@ -268,9 +269,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 def _yaml(path: Path) -> Mapping[str, Any]:
     try:
-        loaded = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
+        loaded = _Loader(read_text(path)).get_single_data()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = path if mark is None else f"line {mark.line + 1} of {path}"

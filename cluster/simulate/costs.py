@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from cluster.files import read_json
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
-from protos.validation import shown, why_unreadable
+from protos.validation import shown
 
 FORMAT = 3
 Shape = tuple[int, int]
@@ -153,10 +154,7 @@ def _rows(seconds: Seconds) -> list[list[float]]:
 
 def read_costs(path: Path) -> CostTable:
     """Read a table. Raises `ConfigError`: it cannot be read, or something in it is wrong."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the costs {path}: {why_unreadable(error)}") from None
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = shown(content["format"]) if isinstance(content, dict) and "format" in content else "another file"
         raise ConfigError(

@@ -1,17 +1,17 @@
 """Reads logs of answers: our own (`runtime.text.output_log`), or any JSON lines with a prompt and an output."""
 
-import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.files import read_objects
 from protos.errors import ConfigError, InvalidRequestError
 from protos.sampling import SamplingParams
-from protos.validation import shown, why_unreadable
+from protos.validation import shown
 from runtime.text.output_log import NOT_LOGGED
 
 logger = logging.getLogger(__name__)
@@ -112,29 +112,6 @@ def read(path: Path, fields: LogFields, limit: int | None = None) -> list[Logged
     return found
 
 
-def read_objects(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSONL file with their places, `file:line`; empty lines are skipped.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not JSON.
-    """
-    for place, line in _lines(path):
-        try:
-            yield place, json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{place} is not JSON: {error}") from None
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
-
-
 def _parse(item: Any, place: str, fields: LogFields) -> LoggedAnswer:
     if not isinstance(item, dict):
         raise ConfigError(f"{place} must be a JSON object, got {shown(item)}")
@@ -183,7 +160,7 @@ def _logprobs(item: dict[str, Any], names: Iterable[str], place: str) -> Logprob
         return None
     try:
         found = [{int(token): float(logprob) for token, logprob in each.items()} for each in value]
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         found = []
     if found and all(each and _are_logprobs(each) for each in found):
         return found

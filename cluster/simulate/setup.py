@@ -67,7 +67,7 @@ def _replayable(config: EngineConfig) -> SpeculativeConfig:
 
 def in_every_round(speculative: SpeculativeConfig) -> SpeculativeConfig:
     """Return *speculative* with as many draft tokens in every round."""
-    return replace(speculative, **{**dict.fromkeys(OF_THE_POLICY), "policy": "fixed"})
+    return replace(speculative, policy="fixed", disable_by_batch_size=None, num_speculative_tokens_per_batch_size=None)
 
 
 def needs_target(config: EngineConfig) -> bool:

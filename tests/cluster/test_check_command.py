@@ -254,6 +254,16 @@ def test_prompts_of_a_file_or_the_demos_own(tmp_path: Path) -> None:
         cli_check.read_prompts(text, 2)
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\f"])
+def test_a_line_ends_only_with_a_line_feed(tmp_path: Path, character: str) -> None:
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    said = f"one{character}two"
+    text.write_text(f"{said}\nthree\n", encoding="utf-8-sig")
+    lines.write_text(f"{json.dumps(said, ensure_ascii=False)}\n  \n", encoding="utf-8-sig")
+    assert cli_check.read_prompts(text, 2) == [said, "three"]
+    assert cli_check.read_prompts(lines, 2) == [{"prompt": said}]
+
+
 def test_the_command_passes(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     done = slipstream(*options(pair, prompts, NGRAM), "--num-prompts", "3", "--json", str(output), timeout_s=3000)

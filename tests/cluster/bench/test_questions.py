@@ -107,9 +107,10 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, row: Any, message:
         ("question.jsonl", "", "has no questions"),
         ("question.jsonl", "{", "question.jsonl:1 is not JSON"),
         ("question.jsonl", None, "cannot read .*question.jsonl: no such file"),
+        ("question.jsonl", "[" * 100_000, "question.jsonl:1 is not JSON: it is nested too deeply"),
         ("talk.json", "{}", "must hold a list, got dict"),
         ("talk.json", "[3]", "item 1 must be a JSON object, got 3"),
-        ("talk.json", None, "cannot be read: FileNotFoundError"),
+        ("talk.json", None, "cannot read .*talk.json: no such file"),
         ("prompts.txt", "a", "dataset must be a .jsonl file, or a .json file"),
     ],
 )

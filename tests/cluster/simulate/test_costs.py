@@ -98,7 +98,8 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "cannot read the costs"),
+        ("{", "cannot read .*costs.json"),
+        ("[" * 100_000, "cannot read .*costs.json: it is nested too deeply"),
         ("[]", "is not a table of costs of format 3, but another file"),
         ('{"format": 2}', "is not a table of costs of format 3, but 2: .* measures again"),
         ('{"format": 3}', "is not a table of costs: KeyError"),

@@ -88,6 +88,8 @@ def test_foreign_logs_have_text_under_any_name(tmp_path: Path, capsys: pytest.Ca
     [
         ("{", ":1 is not JSON"),
         ("5", ":1 must be a JSON object, got 5"),
+        ('{"prompt": ' + "[" * 100_000, ":1 is not JSON: it is nested too deeply"),
+        ({"prompt": [1], "output": [1], "temperature": 10**400}, ":1: sampling: temperature"),
         (
             {"text": "x"},
             ":1 has no field 'prompt_token_ids' or 'prompt', but text: name the right one with --prompt-field",
@@ -109,6 +111,16 @@ def test_foreign_logs_have_text_under_any_name(tmp_path: Path, capsys: pytest.Ca
 def test_bad_logs_are_named_by_line(tmp_path: Path, line: Any, says: str) -> None:
     with pytest.raises(SlipstreamError, match=says):
         simulate(write(tmp_path / "log.jsonl", line), *MODEL)
+
+
+def test_log_probabilities_that_are_no_numbers_are_named_by_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "log.jsonl", {"prompt": [1], "output": [2], "logprobs": [{"2": 10**400}]})
+    with pytest.raises(ConfigError, match=":1: log-probabilities must be a list"):
+        simulate(path, *MODEL, "--logprobs-field", "logprobs")
+    simulate(path, *MODEL)
+    assert "the log-probabilities of 1 answers are not" in caplog.text
 
 
 def test_empty_answers_are_left_out_with_a_warning(
