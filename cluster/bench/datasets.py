@@ -2,18 +2,23 @@
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from cluster.bench.questions import MESSAGE_FIELDS, SHAREGPT_FIELDS, USERS, said_by
+from cluster.files import LINES, LIST, read_rows
 from protos.errors import ConfigError
 from protos.validation import shown
 
 RANDOM, SHAREGPT, CUSTOM, WORKLOAD = "random", "sharegpt", "custom", "workload"
 NAMES = (RANDOM, SHAREGPT, CUSTOM, WORKLOAD)
-SUFFIXES = {".json": SHAREGPT, ".jsonl": CUSTOM}
+SUFFIXES = {LIST: SHAREGPT, LINES: CUSTOM}
+FIELDS = ("conversations", "messages", "prompt")
+"""Fields that hold what is asked; the first of several that a line has counts."""
+DEFAULT_LENGTH = 256
+"""Tokens of an answer whose length the data set does not say."""
 CHARS_PER_TOKEN = 4
 """Characters per token, to estimate the length of a data set's answers."""
 ONSETS = ("b", "c", "d", "f", "g", "l", "m", "n", "p", "r", "s", "t", "v", "w", "st", "tr", "pl")
@@ -71,7 +76,7 @@ def load(options: DatasetOptions) -> list[BenchPrompt]:
     rng = random.Random(options.seed)
     if kind == RANDOM:
         return [_random(rng, options) for _ in range(options.num_prompts)]
-    found = _workload(options) if path is None else [*(_sharegpt if kind == SHAREGPT else _custom)(path, options)]
+    found = _workload(options) if path is None else _requests(path, options)
     if not found:
         raise ConfigError(f"dataset {path or kind} holds no request that can be used")
     rng.shuffle(found)
@@ -83,38 +88,55 @@ def _random(rng: random.Random, options: DatasetOptions) -> BenchPrompt:
     return BenchPrompt(" ".join(words), options.output_len or 128)
 
 
-def _sharegpt(path: Path, options: DatasetOptions) -> Iterator[BenchPrompt]:
-    """Yield the first question of each conversation, with the length of its recorded answer."""
-    for row in _rows(path):
-        turns = [turn.get("value") for turn in row.get("conversations", ()) if isinstance(turn, dict)]
-        match turns:
-            case [str(question), str(answer), *_] if question and answer:
-                yield BenchPrompt(question, options.output_len or max(4, len(answer) // CHARS_PER_TOKEN))
+def _requests(path: Path, options: DatasetOptions) -> list[BenchPrompt]:
+    found = (_request(item, place, options) for place, item in read_rows(path))
+    return [request for request in found if request is not None]
 
 
-def _custom(path: Path, options: DatasetOptions) -> Iterator[BenchPrompt]:
-    """Yield one request per line: `prompt` or `messages`, and optionally `output_tokens`."""
-    for row in _rows(path):
-        content = row.get("messages") or row.get("prompt")
-        length = options.output_len or row.get("output_tokens") or 256
-        if isinstance(content, str | list) and isinstance(length, int):
-            yield BenchPrompt(content, length)
+def _request(item: Any, place: str, options: DatasetOptions) -> BenchPrompt | None:
+    """Return the request of one line or item; None for a conversation without a question and its recorded answer.
+
+    Raises:
+        ConfigError: names the place and what is wrong.
+    """
+    if isinstance(item, str):
+        item = {"prompt": item}
+    if not isinstance(item, dict):
+        raise ConfigError(f"{place} must be text or a JSON object, got {shown(item)}")
+    field = next((name for name in FIELDS if item.get(name) is not None), None)
+    if field is None:
+        raise ConfigError(
+            f"{place} has none of the fields {', '.join(map(repr, FIELDS))}, but {', '.join(sorted(item)) or 'none'}"
+        )
+    if field == "conversations":
+        return _of_sharegpt(item[field], place, options)
+    if field == "messages":
+        said_by(item[field], place, *MESSAGE_FIELDS)
+    elif not isinstance(item[field], str):
+        raise ConfigError(f"{place}: prompt must be text, got {shown(item[field])}")
+    if not item[field]:
+        raise ConfigError(f"{place}: {field} must not be empty")
+    return BenchPrompt(item[field], options.output_len or _length(item, place))
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [row for row in read_list(path) if isinstance(row, dict)]
+def _of_sharegpt(turns: Any, place: str, options: DatasetOptions) -> BenchPrompt | None:
+    """Return the first question of a user, with the length of its recorded answer."""
+    said = said_by(turns, place, *SHAREGPT_FIELDS)
+    for (who, question), (other, answer) in pairwise(said):
+        if who in USERS and question.strip():
+            is_answer = other not in USERS and answer
+            length = options.output_len or max(4, len(answer) // CHARS_PER_TOKEN)
+            return BenchPrompt(question, length) if is_answer else None
+    return None
 
 
-def read_list(path: Path) -> list[Any]:
-    """Return the list in a JSON file, or the values of a JSONL file. Raises `ConfigError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in text.splitlines() if line] if path.suffix == ".jsonl" else json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"dataset {path} cannot be read: {type(error).__name__}: {error}") from None
-    if not isinstance(rows, list):
-        raise ConfigError(f"dataset {path} must hold a list, got {type(rows).__name__}")
-    return rows
+def _length(item: dict[str, Any], place: str) -> int:
+    length = item.get("output_tokens")
+    if length is None:
+        return DEFAULT_LENGTH
+    if type(length) is not int or length < 1:
+        raise ConfigError(f"{place}: output_tokens must be a whole number of at least 1, got {shown(length)}")
+    return length
 
 
 def _workload(options: DatasetOptions) -> list[BenchPrompt]:

@@ -33,7 +33,9 @@ def test_made_up_prompts_depend_on_the_seed_alone() -> None:
 def test_files_are_read_by_their_suffix(tmp_path: Path) -> None:
     talk = tmp_path / "talk.json"
     turns = [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "because " * 10}]
-    talk.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}, "no"]), encoding="utf-8")
+    talk.write_text(
+        json.dumps([{"conversations": turns}, {"conversations": turns[:1]}, {"conversations": []}]), encoding="utf-8"
+    )
     assert load(DatasetOptions(str(talk), num_prompts=2)) == [BenchPrompt("why?", 20)] * 2
     lines = tmp_path / "lines.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": "a", "output_tokens": 9}, {"messages": [{"role": "user", "content": "b"}]}]
@@ -42,6 +44,44 @@ def test_files_are_read_by_their_suffix(tmp_path: Path) -> None:
     assert len(found) == 3
     assert {str(prompt.content): prompt.max_tokens for prompt in found} == {"a": 9, str(rows[1]["messages"]): 256}
     assert {prompt.max_tokens for prompt in load(DatasetOptions(str(lines), num_prompts=2, output_len=4))} == {4}
+
+
+@pytest.mark.parametrize("first", [("system", "Be brief."), ("gpt", "An earlier answer.")])
+def test_only_what_a_user_asks_is_sent(tmp_path: Path, first: tuple[str, str]) -> None:
+    path = tmp_path / "talk.json"
+    said = [first, ("human", "why?"), ("gpt", "because " * 10)]
+    path.write_text(json.dumps([{"conversations": [{"from": who, "value": text} for who, text in said]}]))
+    assert load(DatasetOptions(str(path), num_prompts=1)) == [BenchPrompt("why?", 20)]
+
+
+def test_lines_may_be_texts_and_hold_what_ends_lines_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    rows = ["a\u2028b", {"prompt": "c\u0085d", "output_tokens": None}]
+    text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n  \n" for row in rows)
+    path.write_text(text, encoding="utf-8-sig")
+    found = load(DatasetOptions(str(path), num_prompts=2))
+    assert {prompt.content for prompt in found} == {"a\u2028b", "c\u0085d"}
+    assert {prompt.max_tokens for prompt in found} == {256}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"conversations": None}, ":1 has none of the fields 'conversations', 'messages', 'prompt', but conversations"),
+        ({"conversations": 5}, ":1: conversations must be a list, got 5"),
+        ({"messages": [1, 2]}, ":1: each of messages must have the texts 'role' and 'content', got 1"),
+        ({"messages": []}, ":1: messages must not be empty"),
+        ({"prompt": 3}, ":1: prompt must be text, got 3"),
+        ({"prompt": "a", "output_tokens": -5}, ":1: output_tokens must be a whole number of at least 1, got -5"),
+        ({"prompt": "a", "output_tokens": True}, ":1: output_tokens must be a whole number of at least 1, got True"),
+        (7, ":1 must be text or a JSON object, got 7"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(tmp_path: Path, row: Any, words: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=words):
+        load(DatasetOptions(str(path)))
 
 
 def test_the_shipped_workload_is_one_too() -> None:
@@ -54,7 +94,7 @@ def test_the_shipped_workload_is_one_too() -> None:
     [
         ("none.txt", "", "one of random"),
         ("gone.json", None, "needs a file"),
-        ("bad.json", "{", "cannot be read"),
+        ("bad.json", "{", "cannot read .*bad.json"),
         ("odd.json", "3", "must hold a list"),
         ("empty.jsonl", "", "no request"),
     ],
