@@ -1,7 +1,8 @@
-"""Files of data that users give: text, JSON, and JSON lines."""
+"""Files of data that users give, text, JSON and JSON lines; and checks of those that are to be written."""
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,33 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if not isinstance(rows, list):
         raise ConfigError(f"{path} must hold a list, got {type(rows).__name__}")
     yield from ((f"{path}: item {number}", row) for number, row in enumerate(rows, 1))
+
+
+def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | None] = ()) -> None:
+    """Check files that are written after minutes of work, before it begins; None for those that are not wanted.
+
+    Raises:
+        ConfigError: one could not be written, is among the *inputs*, or is given twice.
+    """
+    taken = {path.resolve(): "read" for path in inputs if path is not None}
+    for path in outputs:
+        if path is None:
+            continue
+        _check_writable(path)
+        resolved = path.resolve()
+        if resolved in taken and (resolved.is_file() or not resolved.exists()):  # not a terminal or a pipe
+            raise ConfigError(f"{path} cannot be written: it is {taken[resolved]}, too; name another file")
+        taken[resolved] = "written"
+
+
+def _check_writable(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"{path} cannot be written: {why_unreadable(error)}") from None
+    if is_folder:
+        raise ConfigError(f"{path} cannot be written: it is a folder")
+    if not os.access(path if is_there else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied")

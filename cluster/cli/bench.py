@@ -18,6 +18,7 @@ from cluster.bench.load import Traffic
 from cluster.bench.load import run as run_load
 from cluster.cli.console import ERR, OUT
 from cluster.cli.options import HYPHENS, CommandGroup, engine_options, one_model, with_options
+from cluster.files import check_outputs
 from protos.config import aliases, argument_names
 from protos.errors import ConfigError
 
@@ -79,6 +80,7 @@ def serve(
     output: Annotated[Path | None, typer.Option(help="Write all metrics here as JSON.")] = None,
 ) -> None:
     """Put load on an OpenAI server, and print latencies, throughput and acceptance."""
+    check_outputs([output], [bench_datasets.resolve(dataset, dataset_path)[1]])
     options = bench_datasets.DatasetOptions(dataset, dataset_path, num_prompts, random_input_len, output_len, seed)
     traffic = Traffic(request_rate, burstiness, max_concurrency, seed)
     extra = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_extra(extra_body)}

@@ -13,7 +13,7 @@ from cluster.check.engine_run import Tick
 from cluster.check.report import Decode, as_json, lines, tables, verdict_line
 from cluster.cli.console import ERR, OUT, show_progress, show_warnings
 from cluster.cli.generate import PROMPT_FIELDS, read_items
-from cluster.files import read_lines
+from cluster.files import check_outputs, read_lines
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from runtime.text.tokenizer import load_tokenizer
@@ -28,8 +28,7 @@ def run(config: EngineConfig, options: CheckOptions, output: Path | None) -> boo
         ConfigError: the configuration cannot be checked, or *output* cannot be written; before an engine is built.
     """
     rule_of(config)
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"there is no folder {output.parent} to write {output.name} to")
+    check_outputs([output])
     show_warnings()
     report = examine(config, options, show_progress, _bars)
     for table in tables(report):

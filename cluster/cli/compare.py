@@ -15,6 +15,7 @@ from cluster.bench.questions import Question, read_questions
 from cluster.check.check import at_every_batch_size, rule_of
 from cluster.cli.console import OUT, progress_bar, show_progress, show_warnings
 from cluster.cli.simulate import NUM_TOKENS, check_names, configs_of
+from cluster.files import check_outputs
 from cluster.settings import engine_config, is_demo
 from cluster.simulate import charts
 from proposers import registry
@@ -51,10 +52,8 @@ class CompareCommand:
     plot: Path | None = None
 
     def check(self) -> None:
-        """Raise `ConfigError` if a file could not be written."""
-        for path in (self.output, self.plot):
-            if path is not None and not path.parent.is_dir():
-                raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+        """Raise `ConfigError` if a file could not be written, or is that of the questions."""
+        check_outputs((self.output, self.plot), [self.dataset])
         if self.plot is not None and self.plot.suffix not in PLOTS:
             raise ConfigError(f"plot must be a {' or '.join(PLOTS)} file, got {self.plot}")
         if self.plot is not None and self.plot.suffix == ".png":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.console import ERR, show_progress, show_warnings, write
-from cluster.files import read_objects
+from cluster.files import check_outputs, read_objects
 from cluster.llm import LLM
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError, InvalidRequestError, SlipstreamError
@@ -67,11 +67,10 @@ def batch(
     Append a line for each answer to *log*.
     """
     show_warnings()
+    check_outputs([output, log], [prompts])
     items = read_items(prompts)
     params = _seeded([_params(item, sampling, place) for place, item in items], config)
     inputs = [{key: item[key] for key in PROMPT_FIELDS if key in item} for _, item in items]
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"there is no folder {output.parent} to write {output.name} to")
     with _opened(log) as opened, LLM.from_config(config, show_progress) as llm:
         started = time.monotonic()
         results = llm.generate(inputs, params, use_tqdm=ERR.is_terminal or ERR.is_dumb_terminal)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from cluster.cli.console import OUT, show_progress, show_warnings
+from cluster.files import check_outputs
 from protos.errors import ConfigError
 
 DEVICES = {"auto": "cuda", "cuda": "cuda", "cpu": "cpu"}
@@ -12,12 +13,11 @@ def run(device: str, output: Path | None, *, is_full: bool) -> bool:
     """Run all stages, print and write the results; return whether every check passed.
 
     Raises:
-        ConfigError: there is no such device, or no folder for *output*.
+        ConfigError: there is no such device, or *output* cannot be written.
     """
     if device not in DEVICES:
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"there is no folder {output.parent} to write {output.name} to")
+    check_outputs([output])
     from cluster.gpu_check.run import GpuCheckOptions, run_stages  # noqa: PLC0415 - loads torch and transformers
 
     show_warnings()

@@ -9,6 +9,7 @@ from typing import Any
 import demo
 from cluster.cli.console import OUT, progress_bar, show_progress, show_progress_once, show_warnings
 from cluster.cli.simulate_costs import CostOptions, numbers
+from cluster.files import check_outputs
 from cluster.settings import engine_config
 from cluster.simulate import charts, report
 from cluster.simulate.logs import LogFields, LoggedAnswer, read
@@ -32,11 +33,9 @@ class OutputFiles:
     html: Path | None = None
     png: Path | None = None
 
-    def check(self) -> None:
-        """Raise `ConfigError` if a file could not be written, before anything is loaded."""
-        for path in (self.matched, self.json, self.html, self.png):
-            if path is not None and not path.parent.is_dir():
-                raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+    def check(self, inputs: Sequence[Path]) -> None:
+        """Raise `ConfigError` if a file could not be written, or is one of the *inputs*, before anything is loaded."""
+        check_outputs((self.matched, self.json, self.html, self.png), inputs)
         if self.png is not None:
             charts.require_matplotlib()
 
@@ -78,7 +77,7 @@ def run(engine: Mapping[str, Any], options: SimulateOptions) -> None:
         ModelError: a checkpoint cannot be loaded.
     """
     show_warnings()
-    options.files.check()
+    options.files.check([*options.logs, *([] if options.costs is None else [options.costs.path])])
     if options.costs is not None:
         options.costs.check(with_target=options.with_target)
     datasets = [read(path, options.fields, options.num_answers) for path in options.logs]

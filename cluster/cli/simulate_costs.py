@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.cli.console import progress_bar, show_progress
+from cluster.files import check_outputs
 from cluster.simulate.costs import CostTable, draft_key, read_costs
 from cluster.simulate.results import Replay
 from protos.config.engine import EngineConfig
@@ -26,8 +27,8 @@ class CostOptions:
             read_costs(self.path)
         elif not with_target:
             raise ConfigError(f"there is no {self.path}: give --target to measure the costs and write them there")
-        elif not self.path.parent.is_dir():
-            raise ConfigError(f"there is no folder {self.path.parent} to write {self.path.name} to")
+        else:
+            check_outputs([self.path])
         numbers(self.batch_sizes, "batch_sizes")
         numbers(self.contexts, "contexts")
 

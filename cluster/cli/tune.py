@@ -10,6 +10,7 @@ from cluster.cli.check import read_prompts
 from cluster.cli.console import ERR, OUT, show_progress, show_progress_once, show_warnings
 from cluster.cli.simulate import check_names, configs_of, replayed
 from cluster.cli.simulate_costs import measure_costs, numbers
+from cluster.files import check_outputs
 from cluster.llm import LLM
 from cluster.settings import engine_config, is_demo
 from cluster.simulate import report, serving
@@ -52,10 +53,8 @@ class TuneOptions:
     ray_serve_config: Path | None = None
 
     def check_files(self) -> None:
-        """Raise `ConfigError` if a file could not be written, before anything is loaded."""
-        for path in (self.output, self.serve_config, self.ray_serve_config):
-            if path is not None and not path.parent.is_dir():
-                raise ConfigError(f"there is no folder {path.parent} to write {path.name} to")
+        """Raise `ConfigError` if a file could not be written, or is that of the prompts, before anything is loaded."""
+        check_outputs((self.output, self.serve_config, self.ray_serve_config), [self.prompts])
 
 
 def run(engine: Mapping[str, Any], model: str | None, options: TuneOptions) -> None:

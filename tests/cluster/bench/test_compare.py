@@ -220,6 +220,7 @@ def unloadable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (["--methods", "ngram", "--plot", "x.pdf"], "plot must be a .html or .png file, got x.pdf"),
         (["--methods", "ngram", "--plot", "/nowhere/x.html"], "there is no folder /nowhere"),
         (["--methods", "ngram", "--output", "/nowhere/x.json"], "there is no folder /nowhere"),
+        (["--methods", "ngram", "--output", "/"], "/ cannot be written: it is a folder"),
         (["--methods", "ngram", "--max-model-len", "30"], "fits the context of 30 tokens .* the shortest needs"),
         (["--methods", "ngram", "--dataset", "/nowhere.jsonl"], "cannot read /nowhere.jsonl"),
     ],

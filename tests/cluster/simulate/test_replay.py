@@ -132,6 +132,14 @@ def test_empty_answers_are_left_out_with_a_warning(
     assert "1 answers: greedy" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["--matched", "--json", "--html", "--png"])
+def test_what_is_read_is_not_written(log: Path, option: str) -> None:
+    before = log.read_text()
+    with pytest.raises(ConfigError, match=r"log\.jsonl cannot be written: it is read, too"):
+        simulate(log, *MODEL, option, str(log))
+    assert log.read_text() == before
+
+
 @pytest.mark.parametrize(
     ("given", "draft", "says"),
     [
@@ -139,6 +147,8 @@ def test_empty_answers_are_left_out_with_a_warning(
         ([*MODEL, "--k", "0"], NGRAM, "k must be numbers from 1 on"),
         ([*MODEL, "--draft", json.dumps(NGRAM)], NGRAM, "two drafts are called 'ngram'"),
         ([*MODEL, "--matched", "/nowhere/m"], NGRAM, "there is no folder /nowhere to write m to"),
+        ([*MODEL, "--json", "/"], NGRAM, "/ cannot be written: it is a folder"),
+        ([*MODEL, "--json", "x", "--html", "./x"], NGRAM, "x cannot be written: it is written, too"),
         (MODEL, {"method": "lookahead"}, "method 'lookahead' drafts with the target: give --target"),
         (
             MODEL,

@@ -179,6 +179,17 @@ def test_a_bad_draft_is_not_used(
     assert "# do not speculate:" in (tmp_path / "serve.yaml").read_text()
 
 
+@pytest.mark.parametrize("option", ["--output", "--serve-config", "--ray-serve-config"])
+def test_files_that_cannot_be_written_are_refused_at_once(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.cli.tune.engine_config", None)
+    with pytest.raises(ConfigError, match="cannot be written: it is a folder"):
+        tune(tmp_path, option, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"prompts\.txt cannot be written: it is read, too"):
+        tune(tmp_path, option, str(tmp_path / "prompts.txt"))
+
+
 def test_two_drafts_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two drafts are called 'suffix': give one of them another `name`"):
         tune(tmp_path, "--draft", '{"method": "suffix"}')
