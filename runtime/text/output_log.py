@@ -17,6 +17,7 @@ from protos.errors import ConfigError
 from protos.messages import TokenOutput
 from protos.sampling import SamplingParams
 
+LINE_END = b"\n"
 NOT_LOGGED = frozenset({"n", "logprobs", "prompt_logprobs", "detokenize", "truncate_prompt_tokens"})
 """Parameters that do not change the tokens of one answer, or whose effect is in the logged prompt already."""
 
@@ -83,6 +84,18 @@ class AnswerRecorder:
         )
 
 
+def _ends_with_a_line(path: Path) -> bool:
+    """Whether a file is empty or ends with a whole line, as far as that can be read."""
+    if not path.is_file():  # such as a pipe
+        return True
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == LINE_END
+    except OSError:
+        return True
+
+
 class OutputLog:
     """Appends lines to a file, which only its owner may read. May be used by several threads.
 
@@ -96,13 +109,17 @@ class OutputLog:
         except OSError as error:
             raise ConfigError(f"cannot write the log {path}: {error.strerror}") from None
         self._lock = threading.Lock()
+        self._before = b"" if _ends_with_a_line(path) else LINE_END
 
     def write(self, entry: LoggedOutput) -> None:
-        """Append a line. Raises `OSError`."""
-        left = memoryview(msgspec.json.encode(entry) + b"\n")
+        """Append a line, after the end of one that was not written whole. Raises `OSError`."""
+        line = msgspec.json.encode(entry) + LINE_END
         with self._lock:
+            left = memoryview(self._before + line)
+            self._before = LINE_END
             while left:
                 left = left[os.write(self._file, left) :]
+            self._before = b""
 
     def close(self) -> None:
         """Close the file."""

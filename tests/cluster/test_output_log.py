@@ -1,6 +1,7 @@
 """Logs of answers: `slipstream generate --log`, and the server's log of requests that ask for it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from cluster.cli import main as cli
 from protos.errors import ConfigError
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
-from runtime.text.output_log import OutputLog, logged_sampling
+from runtime.text.output_log import LoggedOutput, OutputLog, logged_sampling
 from slipstream import LLM
 from tests.support.models import tiny_pairs
 from tests.support.serving import fake_engine
@@ -79,6 +80,29 @@ def test_a_streamed_answer_is_added_with_the_log_probabilities_asked_for(
         assert len(top) == 3
         assert max(top.values()) == top[str(token)]
     assert log.stat().st_mode & 0o077 == 0
+
+
+def test_a_line_begins_after_one_that_was_not_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"prompt": "a", "output": "b"}')
+    entry, written = LoggedOutput([1], [2]), os.write
+
+    def fail(file: int, data: bytes) -> int:
+        written(file, data[:3])
+        raise OSError("no space left")
+
+    with OutputLog(path) as log:
+        assert path.read_text().endswith("}")
+        log.write(entry)
+        monkeypatch.setattr(os, "write", fail)
+        with pytest.raises(OSError, match="no space left"):
+            log.write(entry)
+        monkeypatch.undo()
+        log.write(entry)
+    with OutputLog(path) as log:
+        log.write(entry)
+    line = '{"prompt_token_ids":[1],"output_token_ids":[2]}'
+    assert path.read_text().splitlines() == ['{"prompt": "a", "output": "b"}', line, line[:3], line, line]
 
 
 def test_defaults_are_left_out_of_logged_parameters() -> None:
