@@ -34,7 +34,7 @@ def run(model: ModelConfig, sources: Sequence[Path], output: Path) -> None:
         for text in _texts(files):
             progress.advance(reading)
             if text:
-                texts.append(tokenizer.encode(text, add_special_tokens=False))
+                texts.append(tokenizer.encode(text, add_special_tokens=False, verbose=False))
         sorting = progress.add_task("sorting", total=SORT_STEPS)
         count = _write(output, texts, tokenizer, lambda done: progress.update(sorting, completed=done))
     show_progress(f"{output}: {count} tokens of {len(texts)} texts, {output.stat().st_size / 2**20:.1f} MiB")

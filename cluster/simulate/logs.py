@@ -189,4 +189,4 @@ def _params(sampling: dict[str, Any], place: str) -> SamplingParams:
 def _integer(value: object, place: str) -> int | None:
     if value is None or (type(value) is int and value >= 0):
         return value
-    raise ConfigError(f"{place} must be a whole number, got {shown(value)}")
+    raise ConfigError(f"{place} must be a whole number of at least 0, got {shown(value)}")

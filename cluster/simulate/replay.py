@@ -116,8 +116,8 @@ def _request(assembled: Assembled, answer: LoggedAnswer, number: int) -> Request
 def make_request(preprocessor: Preprocessor, answer: LoggedAnswer, name: str) -> Request:
     """Return the request whose answer is *answer*. Raises `ConfigError` with the line."""
     try:
-        prompt = _ids(preprocessor, answer.prompt, is_prompt=True)
-        output = _ids(preprocessor, answer.output, is_prompt=False)
+        prompt = _ids(preprocessor, answer.prompt, "prompt")
+        output = _ids(preprocessor, answer.output, "output")
         room = preprocessor.max_model_len - len(prompt)
         if len(output) > room:
             raise ConfigError(
@@ -135,10 +135,10 @@ def make_request(preprocessor: Preprocessor, answer: LoggedAnswer, name: str) ->
     return structs.replace(request, sampling=recorded, eos_ids=(), wants_steps=True)
 
 
-def _ids(preprocessor: Preprocessor, content: Content, *, is_prompt: bool) -> tuple[int, ...]:
+def _ids(preprocessor: Preprocessor, content: Content, name: str) -> tuple[int, ...]:
     if isinstance(content, str):
-        return preprocessor.tokenize(content, add_special_tokens=is_prompt)
-    return preprocessor.encode(list(content)).token_ids
+        return preprocessor.tokenize(content, name, add_special_tokens=name == "prompt")
+    return preprocessor.check_ids(content, name)
 
 
 Outputs = dict[str, tuple[list[Step], SpeculationStats]]

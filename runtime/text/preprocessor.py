@@ -98,7 +98,7 @@ class Preprocessor:
         if isinstance(prompt, str):
             token_ids = self.tokenize(prompt, is_truncated=params.truncate_prompt_tokens is not None)
             return Prompt(prompt, self._fit(token_ids, params))
-        return Prompt(None, self._fit(self._check_ids(prompt, "prompt"), params))
+        return Prompt(None, self._fit(self.check_ids(prompt, "prompt"), params))
 
     def _encode_dict(self, prompt: Mapping[str, Any], params: SamplingParams) -> Prompt:
         given = check_prompt_dict(prompt)
@@ -108,24 +108,26 @@ class Preprocessor:
             check_text(salt, "cache_salt")
         return Prompt(text if isinstance(text, str) else None, encoded.token_ids, salt)
 
-    def tokenize(self, text: str, *, is_truncated: bool = False, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of *text*. Raises `InvalidRequestError`."""
+    def tokenize(
+        self, text: str, param: str = "prompt", *, is_truncated: bool = False, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Return the ids of *text*. Raises `InvalidRequestError`, with *param* as the name of what is wrong."""
         if self.tokenizer is None:
-            raise InvalidRequestError("prompt is text, but skip_tokenizer_init is set: pass token ids", "prompt")
-        self._check_length(text, is_truncated=is_truncated)
+            raise InvalidRequestError(f"{param} is text, but skip_tokenizer_init is set: pass token ids", param)
+        self._check_length(text, param, is_truncated=is_truncated)
         # What does not fit the model is refused below.
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-        return self._check_ids(token_ids, "prompt")
+        return self.check_ids(token_ids, param)
 
-    def _check_length(self, text: str, *, is_truncated: bool) -> None:
+    def _check_length(self, text: str, param: str, *, is_truncated: bool) -> None:
         """Refuse text that cannot fit, before it is tokenised."""
-        check_text(text)
+        check_text(text, param)
         limit = MAX_TRUNCATED_CHARS if is_truncated else self.max_model_len * self._longest_token
         if len(text) > limit:
             raise ContextLengthError(
-                f"prompt has {len(text)} characters; {limit} is the most that fits the context of "
+                f"{param} has {len(text)} characters; {limit} is the most that fits the context of "
                 f"{self.max_model_len} tokens",
-                "prompt",
+                param,
             )
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -134,7 +136,7 @@ class Preprocessor:
             raise InvalidRequestError("skip_tokenizer_init is set: there is no text of token ids", "tokens")
         if len(token_ids) > MAX_DETOKENIZED:
             raise InvalidRequestError(f"tokens must be at most {MAX_DETOKENIZED}, got {len(token_ids)}", "tokens")
-        return self.tokenizer.decode(self._check_ids(token_ids, "tokens"), skip_special_tokens=False)
+        return self.tokenizer.decode(self.check_ids(token_ids, "tokens"), skip_special_tokens=False)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -142,7 +144,7 @@ class Preprocessor:
         assert self.tokenizer is not None
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def _check_ids(self, token_ids: Any, param: str) -> tuple[int, ...]:
+    def check_ids(self, token_ids: Any, param: str) -> tuple[int, ...]:
         """Return *token_ids* as a tuple of ints in the vocabulary. Raises `InvalidRequestError`."""
         ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
         if not isinstance(ids, list | tuple) or not INTEGERS.issuperset(map(type, ids)):
@@ -175,7 +177,7 @@ class Preprocessor:
         if not prediction:
             return ()
         if not isinstance(prediction, str):
-            return self._check_ids(prediction, "prediction")[: self.max_model_len]
+            return self.check_ids(prediction, "prediction")[: self.max_model_len]
         if self.tokenizer is None:
             raise InvalidRequestError("prediction is text, but skip_tokenizer_init is set: pass ids", "prediction")
         check_text(prediction, "prediction")
@@ -213,7 +215,7 @@ class Preprocessor:
         stop_ids = self._known_ids(params.stop_token_ids, "stop_token_ids")
         bad_words = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
         for word in bad_words:
-            self._check_ids(word, "bad_words")
+            self.check_ids(word, "bad_words")
         if params.allowed_token_ids:
             check_number(params.allowed_token_ids, self.vocab_size)
         allowed = self._known_ids(params.allowed_token_ids or (), "allowed_token_ids") or None
@@ -242,7 +244,7 @@ class Preprocessor:
         )
 
     def _known_ids(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
-        return self._check_ids(token_ids, param) if token_ids else ()
+        return self.check_ids(token_ids, param) if token_ids else ()
 
     def _num_logprobs(self, requested: int | None) -> int | None:
         """Return the number of log-probabilities; -1 requests the whole vocabulary."""
@@ -260,9 +262,9 @@ class Preprocessor:
         )
         text = marks.restore(marked)
         params = params or SamplingParams()
-        self._check_length(text, is_truncated=params.truncate_prompt_tokens is not None)
+        self._check_length(text, "prompt", is_truncated=params.truncate_prompt_tokens is not None)
         # No special tokens are added: the template contains them.
-        token_ids = self._check_ids(self._escaper.encode(marked, marks), "prompt")
+        token_ids = self.check_ids(self._escaper.encode(marked, marks), "prompt")
         return Prompt(text, self._fit(token_ids, params))
 
     @cached_property

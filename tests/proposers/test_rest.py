@@ -1,5 +1,7 @@
 """REST: a datastore is built from files, finds what a naive search finds, and refuses what does not fit."""
 
+import json
+import logging
 import random
 from pathlib import Path
 
@@ -104,26 +106,34 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         RestProposer.create(SpeculativeConfig("rest", 4), None)
 
 
-def test_the_command_builds_one_and_a_foreign_tokenizer_is_noticed(tmp_path: Path) -> None:
+def test_the_command_builds_one_and_a_foreign_tokenizer_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, _ = tiny_pairs.build(tmp_path)
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
-    (folder / "a.py").write_text("def f():\n    return 1\n")
+    (folder / "a.py").write_text("def f():\n    return 1\n" + "#" * 2000, encoding="utf-8-sig")
     (folder / "deep" / "b.txt").write_text("def g():\n    return 2\n")
     (folder / ".hidden").write_text("no")
     (folder / "noise.bin").write_bytes(b"\xff\xfe\x00\x80")
     store = tmp_path / "store"
+    stored = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps({**stored, "model_max_length": 64}))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     result = CliRunner().invoke(
         cli.app, ["build-datastore", str(folder), "--model", str(target), "--output", str(store)]
     )
     assert result.exit_code == 0, result.output
     assert "of 2 texts" in result.stderr
     assert "noise.bin: UnicodeDecodeError" in result.stderr
+    assert "sequence length" not in caplog.text
     tokenizer = load_tokenizer(ModelConfig(str(target)))
     assert tokenizer is not None
     [found] = Datastore(store).longest([tokenizer.encode("x return ", add_special_tokens=False)])
     assert found.length == len(" return ")
     assert len(found.places) == 2
+    [mark] = Datastore(store).longest([tokenizer.encode("\ufeff", add_special_tokens=False)])
+    assert mark.length == 0
     assemble.check_datastore(str(store), tokenizer)
     write(store, [[1, 2, 3]], fingerprint({"other": 0}))
     with pytest.raises(ConfigError, match="another tokenizer"):

@@ -97,10 +97,11 @@ def test_every_engine_argument_is_an_option(served: list[tuple[EngineConfig, Any
 
 def test_a_chat_template_is_a_file_or_itself(tmp_path: Path, served: list[tuple[EngineConfig, Any]]) -> None:
     path = tmp_path / "template.jinja"
-    path.write_text("{{ messages }}")
-    run("serve", "m", "--chat-template", str(path))
+    for encoding in ("utf-8", "utf-8-sig"):
+        path.write_text("{{ messages }}", encoding=encoding)
+        run("serve", "m", "--chat-template", str(path))
     run("serve", "m", "--chat-template", "{{ messages }}")
-    assert [options.chat_template for _, options in served] == ["{{ messages }}"] * 2
+    assert [options.chat_template for _, options in served] == ["{{ messages }}"] * 3
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,7 @@ def test_batches_go_from_file_to_file(
     ("line", "says"),
     [
         ("{", ":1 is not JSON"),
+        ("[" * 100_000, ":1 is not JSON: it is nested too deeply"),
         ("5", ":1 must be a string"),
         ('{"prompt": "x", "tempratur": 1}', ":1: unknown argument"),
         ("", "has no prompts"),
