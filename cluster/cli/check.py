@@ -21,14 +21,14 @@ from runtime.text.tokenizer import load_tokenizer
 JSON_LINES = frozenset({".jsonl", ".json"})
 
 
-def run(config: EngineConfig, options: CheckOptions, output: Path | None) -> bool:
-    """Check, print the report and write it to *output*; return whether the check passed.
+def run(config: EngineConfig, options: CheckOptions, output: Path | None, prompts: Path | None = None) -> bool:
+    """Check, print the report and write it to *output*; return whether the check passed. *prompts* were read.
 
     Raises:
         ConfigError: the configuration cannot be checked, or *output* cannot be written; before an engine is built.
     """
     rule_of(config)
-    check_outputs([output])
+    check_outputs([output], [prompts])
     show_warnings()
     report = examine(config, options, show_progress, _bars)
     for table in tables(report):

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import demo
 from cluster.cli.console import ERR, show_progress, show_warnings
-from cluster.files import UTF8
+from cluster.files import UTF8, check_outputs
 from proposers.shared import datastore
 from protos.config.engine import ModelConfig
 from protos.errors import ConfigError
@@ -25,6 +25,7 @@ def run(model: ModelConfig, sources: Sequence[Path], output: Path) -> None:
     """
     show_warnings()
     files = files_in(sources)
+    check_outputs([output], [source for source in sources if source.is_file()])
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise ConfigError("a datastore holds tokens: the model must have a tokenizer")

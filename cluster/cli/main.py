@@ -155,7 +155,7 @@ def check(
     config = engine_config({"seed": 0, **engine, "model": one_model(positional_model, model)})
     seed = config.seed or 0
     options = CheckOptions(read_prompts(prompts, num_prompts), max_tokens, samples, temperature, seed, false_alarm)
-    if not run(config, options, json):
+    if not run(config, options, json, prompts):
         raise typer.Exit(1)
 
 
