@@ -100,7 +100,15 @@ def has_amx() -> bool:
 
 
 class CompileError(Exception):
-    """A function cannot be compiled, or computes something else when compiled; the message is one line."""
+    """A function cannot be compiled, or computes something else when compiled; the message is one line.
+
+    Attributes:
+        may_pass: whether it may be the machine's state, such as a full disk, so that another attempt may succeed.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 def has_compiler() -> bool:

@@ -33,6 +33,7 @@ def main() -> None:
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with, args=(order["parent"],), daemon=True).start()
     os.nice(order["nice"])
+    os.environ["LC_ALL"] = "C"  # errors of the C++ compiler are told apart by their text
     torch.set_num_threads(order["threads"])
     torch._inductor.config.cpp.dynamic_threads = order["dynamic_threads"]
     config, allocate = from_json(order["config"]), Allocate(NUM_BLOCKS, order["max_model_len"], order["vocab_size"])
@@ -41,6 +42,8 @@ def main() -> None:
         {"target": _compile_target, "draft": _compile_draft}[order["part"]](config, allocate, folder)
         store.publish(folder, order["key"])
     except (CompileError, ModelError, OSError) as error:
+        if isinstance(error, CompileError) and not error.may_pass:
+            store.write_failure(order["key"], str(error))
         sys.exit(str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

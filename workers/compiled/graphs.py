@@ -29,6 +29,9 @@ Call = Callable[..., Any]
 INDEX = "graphs.json"
 LOUD = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.export", "torch._export")
 
+WANTS = ("No space left", "llocate memory", "memory exhausted", "out of memory", "signal terminated", "died with <Sig")
+"""Parts of errors for want of memory or disk, of torch, the C++ compiler and `subprocess`."""
+
 
 @dataclass(frozen=True)
 class Input:
@@ -76,14 +79,15 @@ def compile_graph(folder: Path, name: str, call: Call, inputs: Seq[Input], weigh
             (folder / f"{name}.shims").write_text("\n".join(str(shim.operator) for shim in shims))
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=UNFINISHED) as made:
                 options["aot_inductor.output_path"] = str(Path(made) / "graph.so")
-                torch._inductor.aot_compile(program.module(), examples, options=options)
+                torch._inductor.aot_compile(_with_buffers(program), examples, options=options)
                 Path(made, "graph.so").replace(folder / f"{name}.so")
                 # Operators of Python are found through this file, which has the library's name.
                 for calls in Path(made).glob("*.wrapper.json"):
                     shutil.move(calls, folder / f"{name}.json")
     except Exception as error:  # whatever fails in the compiler, eager works
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        raise CompileError(f"{name} cannot be compiled: {type(error).__name__}: {line}") from error
+        message = f"{name} cannot be compiled: {type(error).__name__}: {line}"
+        raise CompileError(message, may_pass=_is_for_want(error)) from error
     index = read_index(folder) | {name: list(inputs)}
     (folder / INDEX).write_text(json.dumps({key: [asdict(one) for one in value] for key, value in index.items()}))
 
@@ -114,6 +118,14 @@ def load_graph(folder: Path, name: str) -> Call:
     return lambda *tensors: runner.run(list(tensors))
 
 
+def _is_for_want(error: BaseException | None) -> bool:
+    """Whether *error*, or one that led to it, is of the system, or of a C++ compiler that lacked memory or disk."""
+    if error is None:
+        return False
+    is_of_system = isinstance(error, OSError | MemoryError) or any(want in str(error) for want in WANTS)
+    return is_of_system or _is_for_want(error.__cause__ or error.__context__)
+
+
 def _loaded(program: torch.export.ExportedProgram) -> Iterator[Shim]:
     """Yield the shims of operators in *program* that can be loaded here; others are called by the dispatcher."""
     operators = {node.target for node in program.graph.nodes}
@@ -122,6 +134,24 @@ def _loaded(program: torch.export.ExportedProgram) -> Iterator[Shim]:
             with suppress(KernelUnavailableError):
                 shim.load()
                 yield shim
+
+
+def _with_buffers(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:
+    """Return the exported function with its weights as buffers.
+
+    They are plain attributes after export, and tracing adds a node for each use. Freezing removes an attribute with the
+    first node that is folded away, while others still name it: fp32 weights with a cast to fp32 have two. A buffer has
+    one.
+    """
+    module: torch.fx.GraphModule = program.module()
+    for name in program.constants:
+        owner, _, last = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        constant = getattr(holder, last)
+        if isinstance(constant, torch.Tensor) and last not in holder._buffers:
+            delattr(holder, last)
+            holder.register_buffer(last, constant)
+    return module
 
 
 class _Root(torch.nn.Module):

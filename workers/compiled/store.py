@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 COSTS = "costs"
+FAILURE = "failure"
 UNFINISHED = ".new-"
 ABANDONED_S = 86400.0
 
@@ -68,12 +69,28 @@ def read_costs(key: str) -> Any | None:
 
 def write_costs(key: str, costs: Any) -> None:
     """Keep measured step costs for later starts. A full disk costs later starts the time to measure again."""
+    _keep(key, COSTS, json.dumps(costs), "measured step costs are not kept: %s")
+
+
+def read_failure(folder: Path) -> str | None:
+    """Return why an entry could not be compiled; None if it was compiled."""
+    path = folder / FAILURE
+    return path.read_text() if path.is_file() else None
+
+
+def write_failure(key: str, reason: str) -> None:
+    """Keep the reason why an entry cannot be compiled, so that later starts do not try."""
+    _keep(key, FAILURE, reason, "the failure to compile is not kept: %s")
+
+
+def _keep(key: str, name: str, text: str, complaint: str) -> None:
+    """Publish an entry of one file; log *complaint* if that fails."""
     try:
         folder = begin()
-        (folder / COSTS).write_text(json.dumps(costs))
+        (folder / name).write_text(text)
         publish(folder, key)
     except (OSError, CacheFolderError) as error:
-        logger.warning("measured step costs are not kept: %s", error)
+        logger.warning(complaint, error)
 
 
 def _damage(folder: Path) -> str | None:

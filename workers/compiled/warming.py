@@ -136,6 +136,10 @@ def load(name: str, part: Compilable, key: str, report: ProgressCallback) -> boo
     if folder is None:
         report(f"{name}: running eager: the compiled forward is gone from the cache folder")
         return False
+    reason = store.read_failure(folder)
+    if reason is not None:
+        report(f"{name}: running eager: {reason} (kept from an earlier start; to try again, remove {folder})")
+        return False
     try:
         part.load_compiled(folder)
     except CompileError as error:

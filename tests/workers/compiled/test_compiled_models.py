@@ -36,9 +36,10 @@ def compiled(runner: ModelRunner) -> None:
 
 
 @pytest.mark.full
-def test_compiled_equals_eager_at_every_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("gemma2", 2)], ids=["llama", "windows, caps and casts"])
+def test_compiled_equals_eager_at_every_size(family: str, layers: int, tmp_path: Path) -> None:
     rows = sequences()
-    folder = build("llama", tmp_path, num_hidden_layers=1)
+    folder = build(family, tmp_path, num_hidden_layers=layers)
     expected = paged_logits(make_runner(folder, rows), rows)
     runner = make_runner(folder, rows)
     compiled(runner)
@@ -122,6 +123,40 @@ def test_heads_compiled_equal_eager(tmp_path: Path) -> None:
     for count in (1, 2, 7, 33):
         torch.testing.assert_close(module.logits(states(count), 1), plain.logits(states(count), 1))
         assert torch.equal(module.logits(states(count), 0), plain.logits(states(count), 0)), "was not compiled"
+
+
+@torch.inference_mode()
+def test_a_cast_that_changes_nothing_is_compiled_with_packed_weights() -> None:
+    weight_H = nn.Parameter(states(1)[0], requires_grad=False)
+
+    def scaled(states_NH: torch.Tensor) -> torch.Tensor:
+        return states_NH * (1.0 + weight_H.float())
+
+    folder, weights = store.begin(), Weights(torch.float32, 1 << 10, 1 << 40)
+    assert weights.are_packed
+    graphs.compile_graph(folder, "one", scaled, [graphs.Input((1, H), "float32", 0)], weights, single=True)
+    torch.testing.assert_close(graphs.load_graph(folder, "one")(states(1))[0], scaled(states(1)))
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (RuntimeError("no such operator"), False),
+        (OSError("another error of the system"), True),
+        (RuntimeError("C++ compile error\n/tmp/x.s: No space left on device"), True),
+        (RuntimeError("g++: fatal error: Killed signal terminated program cc1plus"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+    ],
+    ids=lambda value: str(value).splitlines()[0][:20],
+)
+def test_want_of_memory_and_disk_may_pass(error: Exception, may_pass: bool) -> None:
+    def fails(states_NH: torch.Tensor) -> torch.Tensor:
+        raise ValueError("while it was traced") from error
+
+    weights, inputs = Weights(torch.float32, 0, 0), [graphs.Input((1, H), "float32", 0)]
+    with pytest.raises(CompileError, match="one cannot be compiled: ValueError: while it was traced") as found:
+        graphs.compile_graph(store.begin(), "one", fails, inputs, weights, single=True)
+    assert found.value.may_pass == may_pass
 
 
 def test_modules_that_name_no_methods_are_not_compiled() -> None:

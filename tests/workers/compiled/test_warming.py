@@ -1,15 +1,19 @@
 """Warm-up: what is compiled when, what runs meanwhile, and that a second start compiles nothing."""
 
+import io
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from protos.config.engine import EngineConfig, ModelConfig
+from protos.config.engine import EngineConfig, ModelConfig, to_json
 from protos.worker_messages import Allocate
 from workers.compile import CompileError
-from workers.compiled import store, warming
+from workers.compiled import child, store, warming
 from workers.compiled.warming import warm_up
 
 LATER = replace(EngineConfig(ModelConfig("m")), model=ModelConfig("m", compile_in_background=True))
@@ -122,6 +126,59 @@ def test_what_cannot_be_compiled_runs_eager_and_says_why() -> None:
     warm, lines = start(part)
     assert (part.runs, warm.keys) == ("eager", None)
     assert lines[-1] == "target: running eager: any cannot be compiled: no way"
+
+
+@pytest.fixture
+def failing_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Return a function after which children run in this process, and fail with its argument."""
+
+    class Failing(FakeChild):
+        def wait(self) -> str | None:
+            order = {"part": "target", "key": self.key, "nice": 0, "parent": os.getppid(), "dynamic_threads": False}
+            sizes = {"threads": torch.get_num_threads(), "max_model_len": 32, "vocab_size": 97}
+            line = json.dumps({**order, **sizes, "config": to_json(AT_ONCE)})
+            monkeypatch.setattr("sys.stdin", io.StringIO(line + "\n"))
+            with pytest.raises(SystemExit) as end:
+                child.main()
+            return str(end.value.code)
+
+    def fail_with(error: Exception) -> None:
+        def compiles(config: EngineConfig, allocate: Allocate, folder: Path) -> None:
+            (folder / "any.so").write_text("half an entry")
+            raise error
+
+        monkeypatch.setattr(child, "_compile_target", compiles)
+
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setattr(child.torch._inductor.config.cpp, "dynamic_threads", False)
+    monkeypatch.setattr(warming, "Child", Failing)
+    return fail_with
+
+
+def test_what_cannot_be_compiled_is_tried_once(root: Path, failing_child: Callable[[Exception], None]) -> None:
+    failing_child(CompileError("any cannot be compiled: no way"))
+    warm, lines = start(Part())
+    assert lines[-1] == "target: running eager: any cannot be compiled: no way"
+    for config in (AT_ONCE, LATER):
+        part = Part()
+        warm, lines = start(part, config)
+        assert (part.runs, warm.keys, warm.swap, FakeChild.count) == ("eager", None, None, 1)
+        (line,) = lines
+        assert line.startswith("target: running eager: any cannot be compiled: no way (kept from an earlier start; ")
+        assert line.endswith(f"to try again, remove {root / ('a' * 32)})")
+    start(Part("b" * 32))
+    assert FakeChild.count == 2, "another key is another attempt"
+
+
+@pytest.mark.parametrize(
+    "error", [CompileError("disk full", may_pass=True), OSError("disk full")], ids=["in", "around"]
+)
+def test_a_failure_that_may_pass_is_tried_again(error: Exception, failing_child: Callable[[Exception], None]) -> None:
+    failing_child(error)
+    for count in (1, 2):
+        _, lines = start(Part())
+        assert lines[-1] == "target: running eager: disk full"
+        assert FakeChild.count == count
 
 
 def test_other_results_than_eager_are_not_used() -> None:
