@@ -6,19 +6,20 @@ import shutil
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch._inductor.config
 
-from protos.config.engine import EngineConfig, from_json
+from protos.config.engine import EngineConfig, SchedulerConfig, from_json
 from protos.errors import ModelError
 from protos.worker_messages import Allocate
 from workers.build import load_target, make_slots
 from workers.compile import CompileError
 from workers.compiled import store
 from workers.distributed.groups import Solo
-from workers.draft.engine import make_engine
+from workers.draft.engine import SEVERAL_ROWS, make_engine
 from workers.draft.load import load_draft
 from workers.model.runner import ModelRunner
 from workers.sampling.sampler import Sampler
@@ -56,6 +57,8 @@ def _compile_target(config: EngineConfig, allocate: Allocate, folder: Path) -> N
 
 
 def _compile_draft(config: EngineConfig, allocate: Allocate, folder: Path) -> None:
+    """Compile what a trial calls. Its steps have room for all its rows: the key does not hold this engine's limits."""
+    config = replace(config, scheduler=SchedulerConfig(max_num_seqs=SEVERAL_ROWS))
     draft = load_draft(config, None, _ignore)
     assert draft is not None, "the parent has loaded it"
     slots = make_slots(config, allocate)

@@ -130,10 +130,12 @@ class DraftEngine:
             logger.exception("the draft failed to take the target's features; it goes on without them")
 
     def try_out(self, k: int) -> None:
-        """Make trial proposals of *k* tokens that call the module with one token, and with several."""
-        several = min(SEVERAL_ROWS, len(self.worker.slots.known_len))
+        """Make trial proposals of *k* tokens that call the module with one token, and with several.
+
+        There must be `SEVERAL_ROWS` slots.
+        """
         self._try(1, 2, k)
-        self._try(several, 4, k)
+        self._try(SEVERAL_ROWS, 4, k)
         self._clear()
 
     def measure(self, num_rows: int, k: int) -> Iterator[tuple[int, float]]:

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+import demo
 from protos.config.engine import ModelConfig
+from protos.worker_messages import Allocate
+from tests.conftest import ModelPair
+from tests.support.distributed.engine import configure
 from tests.support.models.tiny_models import build
 from tests.workers.model.test_models import feed, make_runner, paged_logits, sequences
 from workers.compile import CompileError, Weights
-from workers.compiled import graphs, store
+from workers.compiled import child, graphs, store
+from workers.model import methods
 from workers.model.loader import load
 from workers.model.methods import Methods
 from workers.model.module_runner import LoadedModule, ModuleRunner
@@ -20,6 +25,7 @@ from workers.model.runner import ModelRunner
 from workers.slots import SlotTable
 
 H = 8
+HEADS_OF_DEMO = Path(demo.__file__).parent / "heads"
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +129,19 @@ def test_heads_compiled_equal_eager(tmp_path: Path) -> None:
     for count in (1, 2, 7, 33):
         torch.testing.assert_close(module.logits(states(count), 1), plain.logits(states(count), 1))
         assert torch.equal(module.logits(states(count), 0), plain.logits(states(count), 0)), "was not compiled"
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_a_heads_entry_has_all_graphs_whatever_the_number_of_sequences(
+    max_num_seqs: int, demo_pair: ModelPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(methods, "compile_graph", lambda folder, name, *rest, single: names.append(name))
+    head = {"method": "medusa", "model": str(HEADS_OF_DEMO / "medusa"), "num_speculative_tokens": 2}
+    pair = (demo_pair.target, demo_pair.draft)
+    config = configure(pair, speculative_config=head, max_num_seqs=max_num_seqs)
+    child._compile_draft(config, Allocate(1, 64, 4096), tmp_path)
+    assert sorted(names) == ["logits-0-any", "logits-0-one", "logits-1-any", "logits-1-one"]
 
 
 @torch.inference_mode()
