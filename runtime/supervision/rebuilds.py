@@ -58,6 +58,11 @@ class RebuildCount:
         self.number += 1
         return f"attempt {self.number} of {MAX_REBUILDS}"
 
+    def forgive(self) -> None:
+        """Do not count the last one: a rank had died with the lost group, which was not known yet."""
+        self.number -= self._is_counted
+        self._is_counted = False
+
     def fail(self, failure: SlipstreamError, *, lost_s: float, is_elsewhere: bool) -> None:
         """Record that a rebuild failed.
 

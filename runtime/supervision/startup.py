@@ -130,6 +130,20 @@ class GroupStartup:
         else:
             self._group.start(self.lacking)
 
+    def replace(self, survivor: WorkerId, other: WorkerId) -> None:
+        """Start *other* instead of *survivor*, which does not run after all; while others are missing, too."""
+        self._devices.release([survivor])
+        self._group.kill([survivor])
+        self.workers = tuple(other if worker == survivor else worker for worker in self.workers)
+        self.survivors -= {survivor}
+        del self.placed[survivor], self.devices[survivor]
+        self._group.start([other])
+
+    def may_be_elsewhere(self, worker: WorkerId, machine: str) -> bool:
+        """Whether *worker* is, or may be, on another machine than *machine*; never if that has no name."""
+        placed = self.placed.get(worker)
+        return bool(machine) and (placed is None or placed.node != machine)
+
     @property
     def late_survivors(self) -> list[WorkerId]:
         """The workers that still ran, and have not formed the next group."""

@@ -115,15 +115,23 @@ class TargetSupervisor:
         try:
             self.startup.take(worker, message)
         except StartError as failure:
+            if failure.is_death and worker in self.startup.late_survivors:  # most likely it died with the others
+                if not self.startup.is_placed:
+                    self._replace_survivor(worker, self.startup)
+                    return
+                self._rebuilds.forgive()
             self.failure = self.failure or failure.error
-            self._is_elsewhere |= failure.is_death and self._may_be_elsewhere(worker)
+            self._is_elsewhere |= failure.is_death and self.startup.may_be_elsewhere(worker, self._machine)
         except SlipstreamError as error:
             self.failure = self.failure or error
 
-    def _may_be_elsewhere(self, worker: WorkerId) -> bool:
-        """Whether a worker that is started is, or may be, on another machine than this one."""
-        placed = None if self.startup is None else self.startup.placed.get(worker)
-        return bool(self._machine) and (placed is None or placed.node != self._machine)
+    def _replace_survivor(self, worker: WorkerId, startup: GroupStartup) -> None:
+        """Replace a rank that died before it was told to form the next group; the others keep their processes."""
+        self._report(f"starting {worker} again, too")
+        self._watchdog.remove(worker)
+        self._incarnations[worker.rank] += 1
+        startup.replace(worker, WorkerId("target", worker.rank, self._incarnations[worker.rank]))
+        self.workers = startup.workers
 
     def begin_serving(self) -> None:
         """Record that the group is ready and serves from now on."""
