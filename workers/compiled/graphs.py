@@ -85,8 +85,7 @@ def compile_graph(folder: Path, name: str, call: Call, inputs: Seq[Input], weigh
                 for calls in Path(made).glob("*.wrapper.json"):
                     shutil.move(calls, folder / f"{name}.json")
     except Exception as error:  # whatever fails in the compiler, eager works
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        message = f"{name} cannot be compiled: {type(error).__name__}: {line}"
+        message = f"{name} cannot be compiled: {type(error).__name__}: {_telling_line(str(error))[:200]}"
         raise CompileError(message, may_pass=_is_for_want(error)) from error
     index = read_index(folder) | {name: list(inputs)}
     (folder / INDEX).write_text(json.dumps({key: [asdict(one) for one in value] for key, value in index.items()}))
@@ -116,6 +115,12 @@ def load_graph(folder: Path, name: str) -> Call:
     except (OSError, RuntimeError, KernelUnavailableError) as error:
         raise CompileError(f"{name} cannot be loaded: {str(error).splitlines()[0][:200]}") from error
     return lambda *tensors: runner.run(list(tensors))
+
+
+def _telling_line(text: str) -> str:
+    """Return the first error of a C++ compiler in *text*, which follows the command; without one, the first line."""
+    lines = text.strip().splitlines() or [""]
+    return next((line for line in lines if "error: " in line), lines[0])
 
 
 def _is_for_want(error: BaseException | None) -> bool:

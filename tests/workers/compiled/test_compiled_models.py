@@ -178,6 +178,15 @@ def test_want_of_memory_and_disk_may_pass(error: Exception, may_pass: bool) -> N
     assert found.value.may_pass == may_pass
 
 
+def test_what_the_cpp_compiler_says_is_named() -> None:
+    def fails(states_NH: torch.Tensor) -> torch.Tensor:
+        raise ValueError("C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp:3: error: no such thing\nint i;")
+
+    inputs = [graphs.Input((1, H), "float32", 0)]
+    with pytest.raises(CompileError, match=r"^one cannot be compiled: ValueError: x\.cpp:3: error: no such thing$"):
+        graphs.compile_graph(store.begin(), "one", fails, inputs, Weights(torch.float32, 0, 0), single=True)
+
+
 def test_modules_that_name_no_methods_are_not_compiled() -> None:
     class Bare(Heads):
         compiled_methods: ClassVar[dict[str, int]] = {}
