@@ -40,10 +40,10 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
         ConfigError: the file cannot be read.
     """
     try:
-        with path.open(encoding=UTF8) as file:
+        with path.open(encoding=UTF8, newline="\n") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield f"{path}:{number}", line.rstrip("\n")
+                    yield f"{path}:{number}", line.rstrip("\r\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {why_unreadable(error)}") from None
 

@@ -7,7 +7,7 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.questions import MESSAGE_FIELDS, SHAREGPT_FIELDS, USERS, said_by
+from cluster.bench.questions import SHAREGPT_FIELDS, USERS, said_by
 from cluster.files import LINES, LIST, read_rows
 from protos.errors import ConfigError
 from protos.validation import shown
@@ -16,7 +16,7 @@ RANDOM, SHAREGPT, CUSTOM, WORKLOAD = "random", "sharegpt", "custom", "workload"
 NAMES = (RANDOM, SHAREGPT, CUSTOM, WORKLOAD)
 SUFFIXES = {LIST: SHAREGPT, LINES: CUSTOM}
 FIELDS = ("conversations", "messages", "prompt")
-"""Fields that hold what is asked; the first of several that a line has counts."""
+"""Fields that hold what is asked; the first of several that is not empty counts."""
 DEFAULT_LENGTH = 256
 """Tokens of an answer whose length the data set does not say."""
 CHARS_PER_TOKEN = 4
@@ -103,20 +103,26 @@ def _request(item: Any, place: str, options: DatasetOptions) -> BenchPrompt | No
         item = {"prompt": item}
     if not isinstance(item, dict):
         raise ConfigError(f"{place} must be text or a JSON object, got {shown(item)}")
-    field = next((name for name in FIELDS if item.get(name) is not None), None)
-    if field is None:
+    given = [name for name in FIELDS if item.get(name) is not None]
+    if not given:
         raise ConfigError(
-            f"{place} has none of the fields {', '.join(map(repr, FIELDS))}, but {', '.join(sorted(item)) or 'none'}"
+            f"{place} has none of the fields {', '.join(map(repr, FIELDS))}, but {', '.join(item) or 'none'}"
         )
+    field = next((name for name in given if item[name]), given[0])
     if field == "conversations":
         return _of_sharegpt(item[field], place, options)
-    if field == "messages":
-        said_by(item[field], place, *MESSAGE_FIELDS)
-    elif not isinstance(item[field], str):
+    if field == "messages" and not _are_messages(item[field]):
+        raise ConfigError(f"{place}: messages must be a list of objects with a role, got {shown(item[field])}")
+    if field == "prompt" and not isinstance(item[field], str):
         raise ConfigError(f"{place}: prompt must be text, got {shown(item[field])}")
     if not item[field]:
         raise ConfigError(f"{place}: {field} must not be empty")
     return BenchPrompt(item[field], options.output_len or _length(item, place))
+
+
+def _are_messages(value: object) -> bool:
+    """Whether *value* looks like messages; what they may hold is the server's to say."""
+    return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
 
 
 def _of_sharegpt(turns: Any, place: str, options: DatasetOptions) -> BenchPrompt | None:

@@ -69,8 +69,8 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         _signal.signal(signal.SIGINT, handler)
-        if came:
-            raise KeyboardInterrupt
+    if came:
+        raise KeyboardInterrupt
 
 
 class Controller:

@@ -2,7 +2,6 @@
 
 import codecs
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -26,13 +25,12 @@ from runtime.http.responses import (
     TopLogprob,
     Usage,
 )
+from runtime.text.detokenizer import BYTE, REPLACEMENT
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot represent."""
 
 Utf8 = codecs.getincrementaldecoder("utf-8")
-REPLACEMENT = "\ufffd"
-BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """What vocabularies of sentencepiece call the token of a single byte."""
 
 
@@ -80,7 +78,7 @@ class TokenTexts(dict[int, str]):
         if REPLACEMENT not in (text := self[token_id]):
             return list(text.encode())
         (token,) = self.token_strs([token_id])
-        byte = BYTE_TOKEN.fullmatch(token)
+        byte = BYTE.fullmatch(token)
         return list(token_bytes(token)) if byte is None else [int(byte[1], 16)]
 
     def token_strs(self, token_ids: Sequence[int]) -> list[str]:
@@ -130,7 +128,8 @@ class LogprobsWriter:
     def _in_prompt(self, ids: Sequence[int], echoed: str) -> list[int]:
         """Return where the tokens of a prompt begin. What the tokenizer puts before the text begins with it."""
         utf8, texts = Utf8("replace"), self._texts
-        sizes = [0 if texts.is_special(i) and texts[i] not in echoed else self._size(i, utf8) for i in ids]
+        left_out = {i for i in set(ids) if texts.is_special(i) and texts[i] not in echoed}
+        sizes = [0 if i in left_out else self._size(i, utf8) for i in ids]
         self._offset = len(echoed)
         begin = len(echoed) - sum(sizes)
         return [max(0, offset) for offset in accumulate(sizes[:-1], initial=begin)]

@@ -12,6 +12,8 @@ from runtime.text.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
 Escape = Callable[[Any], Any]
+CUT_OFF = "Input data was truncated"
+"""What msgspec says of JSON that ends too early."""
 TEXT_OF_PART = {"text": "text", "refusal": "refusal"}
 """The field with the text of a content part, by its type."""
 
@@ -147,14 +149,19 @@ def _call(call: object) -> dict[str, Any]:
 def _arguments(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return begun_object(text)
+    except msgspec.DecodeError as error:
+        return begun_object(text, with_text=True) if str(error) == CUT_OFF else None
+    except (UnicodeError, RecursionError):
+        return None
 
 
-def begun_object(text: str) -> dict[str, Any] | None:
-    """Return what is there of a JSON object that was cut off; None if *text* is anything else."""
+def begun_object(text: str, *, with_text: bool = False) -> dict[str, Any] | None:
+    """Return what is there of a JSON object that was cut off; None if it is no object.
+
+    *with_text*: also what is there of a text that was cut off. A caller should not run a command that is not whole.
+    """
     try:
-        found = from_json(text, allow_partial=True, allow_inf_nan=False)
+        found = from_json(text, allow_partial="trailing-strings" if with_text else True, allow_inf_nan=False)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 5
 MAX_HELD_TOKENS = 16
-BYTE = re.compile("<0x([0-9A-F]{2})>")
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """What vocabularies with byte fallback call the token of a byte."""
 LONGEST_CHARACTER = 4
 """Bytes in UTF-8."""
@@ -69,33 +69,41 @@ class _WindowPieces:
     Args:
         decode: decodes tokens together.
         context: whole characters that precede the text.
-        held: the beginning of the text's first character.
+        held: the last tokens of the prompt, which may be the beginning of the text's first character.
     """
 
-    __slots__ = ("_decode", "_num_context", "_shown", "_window")
+    __slots__ = ("_decode", "_incomplete", "_num_context", "_shown", "_window")
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int], held: Sequence[int]) -> None:
         self._decode = decode
         self._advance_to(list(context))
         self._window += held
+        self._incomplete = decode(self._window) if held else ""
 
     def _advance_to(self, context: list[int]) -> None:
         self._window = context
         self._num_context = len(context)
         self._shown = len(self._decode(context))
+        self._incomplete = ""
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         num_held = len(self._window) - self._num_context
         text = self._decode(self._window)
-        if len(text) <= self._shown or (text.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
+        num_shown = self._num_shown(text)
+        if len(text) <= num_shown or (text.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
             return ""
-        piece = text[self._shown :]
         self._advance_to(self._window[self._num_context :])
-        return piece
+        return text[num_shown:]
 
     def flush(self) -> str:
-        return self._decode(self._window)[self._shown :]
+        text = self._decode(self._window)
+        return text[self._num_shown(text) :]
+
+    def _num_shown(self, text: str) -> int:
+        """Return how much of *text* precedes the tokens: with the held ones, if those did not become a character."""
+        is_incomplete = self._incomplete and text.startswith(self._incomplete)
+        return len(self._incomplete) if is_incomplete else self._shown
 
 
 def _ends_of_characters(bytes_T: Sequence[int | None]) -> tuple[int, int]:

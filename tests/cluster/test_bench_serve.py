@@ -64,13 +64,23 @@ def test_lines_may_be_texts_and_hold_what_ends_lines_elsewhere(tmp_path: Path) -
     assert {prompt.max_tokens for prompt in found} == {256}
 
 
+def test_messages_are_sent_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    messages = [parts, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    path.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": [], "prompt": "b"}))
+    found = load(DatasetOptions(str(path), num_prompts=2))
+    assert sorted((prompt.content for prompt in found), key=str) == sorted([messages, "b"], key=str)
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         ({"conversations": None}, ":1 has none of the fields 'conversations', 'messages', 'prompt', but conversations"),
         ({"conversations": 5}, ":1: conversations must be a list, got 5"),
-        ({"messages": [1, 2]}, ":1: each of messages must have the texts 'role' and 'content', got 1"),
-        ({"messages": []}, ":1: messages must not be empty"),
+        ({"messages": [1, 2]}, ":1: messages must be a list of objects with a role, got "),
+        ({"messages": [], "prompt": ""}, ":1: messages must not be empty"),
         ({"prompt": 3}, ":1: prompt must be text, got 3"),
         ({"prompt": "a", "output_tokens": -5}, ":1: output_tokens must be a whole number of at least 1, got -5"),
         ({"prompt": "a", "output_tokens": True}, ":1: output_tokens must be a whole number of at least 1, got True"),

@@ -254,12 +254,12 @@ def test_prompts_of_a_file_or_the_demos_own(tmp_path: Path) -> None:
         cli_check.read_prompts(text, 2)
 
 
-@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\f"])
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\f", "\r"])
 def test_a_line_ends_only_with_a_line_feed(tmp_path: Path, character: str) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     said = f"one{character}two"
-    text.write_text(f"{said}\nthree\n", encoding="utf-8-sig")
-    lines.write_text(f"{json.dumps(said, ensure_ascii=False)}\n  \n", encoding="utf-8-sig")
+    text.write_text(f"{said}\nthree\r\n", encoding="utf-8-sig", newline="")
+    lines.write_text(f"{json.dumps(said, ensure_ascii=False)}\r\n  \n", encoding="utf-8-sig", newline="")
     assert cli_check.read_prompts(text, 2) == [said, "three"]
     assert cli_check.read_prompts(lines, 2) == [{"prompt": said}]
 

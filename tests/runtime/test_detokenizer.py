@@ -193,6 +193,13 @@ def test_a_character_that_began_in_the_prompt_is_whole_in_the_answer(text: str, 
     assert "".join(pieces) == text[num_whole:]
 
 
+@pytest.mark.parametrize(("answer", "shown"), [(["▁world", "!"], " world!"), ([], ""), (["<0x97>", "<0xA5>"], "日")])
+def test_a_character_that_is_not_continued_is_the_prompts(answer: list[str], shown: str) -> None:
+    prompt, ids = ([METASPACE.token_to_id(each) for each in some] for some in (["▁Hello", "<0xE6>"], answer))
+    pieces, _ = stream(make(METASPACE, prompt), ids)
+    assert "".join(pieces) == shown
+
+
 def test_bytes_that_never_become_a_character_are_shown_after_a_while() -> None:
     broken = METASPACE.token_to_id("<0xFF>")
     shown, _ = stream(make(METASPACE, [METASPACE.token_to_id("▁Hello")]), [broken] * 40)

@@ -29,8 +29,11 @@ Call = Callable[..., Any]
 INDEX = "graphs.json"
 LOUD = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.export", "torch._export")
 
-WANTS = ("No space left", "llocate memory", "memory exhausted", "out of memory", "signal terminated", "died with <Sig")
-"""Parts of errors for want of memory or disk, of torch, the C++ compiler and `subprocess`."""
+WANTS = (
+    "No space left", "quota exceeded", "llocate memory", "memory exhausted", "out of memory", "signal terminated",
+    "terminated with signal", "died with <Sig", "Killed",
+)  # fmt: skip
+"""Parts of errors for want of memory or disk, of torch, the C++ compiler, its linker and `subprocess`."""
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,11 @@ def begin() -> Path:
 
 
 def publish(folder: Path, key: str) -> None:
-    """Make the entry written to *folder*, which `begin` made, visible as *key*."""
+    """Make the entry written to *folder*, which `begin` made, visible as *key*; another's failure gives way to it."""
     files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps(files))
+    if FAILURE not in files and read_failure(folder.parent / key) is not None:
+        shutil.rmtree(folder.parent / key, ignore_errors=True)
     try:
         folder.rename(folder.parent / key)
     except OSError:  # another process was first

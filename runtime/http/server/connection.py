@@ -156,8 +156,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.headers) > self.limits.max_headers:
             self._refusal = self._too_large(f"{len(self.headers)} headers")
             raise _HeadRefusedError
-        self._is_in_body = True
         super().on_headers_complete()
+        self._is_in_body = True
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -168,12 +168,22 @@ class GuardedProtocol(HttpToolsProtocol):
         """The request is whole; from now on its client waits for us."""
         self._has_content, self._is_in_body = True, False
         self._stop_timer()
-        self.open_connections.answer(self)
+        if self.cycle.response_complete:  # it was answered before it was whole
+            self._await_next()
+        else:
+            self.open_connections.answer(self)
         super().on_message_complete()
+
+    def _await_next(self) -> None:
+        """Wait for the next request as after a response: uvicorn ends its timer with every byte."""
+        self.open_connections.hear(self)
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def on_response_complete(self) -> None:
         """Wait for the next request; for the rest of this one as long as for a head."""
-        self.open_connections.hear(self)
+        if not self.pipeline or self._is_in_body:  # else the next request is there, and whole
+            self.open_connections.hear(self)
         if self._is_in_body and self.cycle.response_complete:
             self._start_timer()
         super().on_response_complete()

@@ -16,37 +16,41 @@ class HermesReader(Scanner):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, with text around.
 
     White space next to a call belongs to the call. The tags alone mark it: it may name any function, and arguments may
-    be missing. What the model only thinks of, in `<think>...</think>`, is text.
+    be missing. What the model only thinks of, in `<think>...</think>` at the beginning of the answer, is text.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._space = ""  # white space that was not returned yet
+        self._state = self._beginning
 
-    def _outside(self) -> bool:
-        mark = self._emit_until(OPEN, THINK)
-        if mark == OPEN:
-            self._state = self._before_object
-        elif mark == THINK:
-            self._emit(THINK)
-            self._state = self._thinking
-        return bool(mark)
+    def _beginning(self) -> bool:
+        body = self._held.lstrip()
+        if len(body) < len(THINK) and THINK.startswith(body):
+            return False
+        self._state = self._thinking if body.startswith(THINK) else self._outside
+        return True
 
     def _thinking(self) -> bool:
-        mark = self._emit_until(END_THINK)
-        if mark:
+        is_over = self._emit_until(END_THINK)
+        if is_over:
             self._emit(END_THINK)
             self._state = self._outside
-        return bool(mark)
+        return is_over
 
-    def _emit_until(self, *marks: str) -> str:
-        """Return the text before the first of *marks*, and consume that one; the result is empty if none is there."""
-        found = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
-        kept = max(_overlap(self._held, mark) for mark in marks)
-        place, mark = min(found, default=(len(self._held) - kept, ""))
-        self._emit(self._held[:place])
-        self._held = self._held[place + len(mark) :]
-        return mark
+    def _outside(self) -> bool:
+        is_call = self._emit_until(OPEN)
+        if is_call:
+            self._state = self._before_object
+        return is_call
+
+    def _emit_until(self, mark: str) -> bool:
+        """Return the text before *mark*, and consume that, too; return whether it is there."""
+        before, found, after = self._held.partition(mark)
+        kept = 0 if found else _overlap(before, mark)
+        self._emit(before[: len(before) - kept])
+        self._held = after if found else before[len(before) - kept :]
+        return bool(found)
 
     def _emit(self, text: str) -> None:
         """Return *text*; hold back its trailing white space until more text follows."""

@@ -86,6 +86,30 @@ def test_a_byte_now_and_then_is_silence(monkeypatch: pytest.MonkeyPatch, begin: 
         wait_until(is_answered, what="room for a connection")
 
 
+def test_who_sends_the_rest_after_the_answer_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_connections, "IDLE_S", 0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    with guarded(max_connections=2, api_key=["secret"]) as served, ExitStack() as stack:
+        held = [connected(served, stack, head) for _ in range(2)]
+        for each in held:
+            assert each.recv(65536).startswith(b"HTTP/1.1 401 ")
+            each.sendall(b"12345678")
+        wait_until(lambda: served.get("/health").status_code == 200, what="room for a connection")
+
+
+def test_a_pipelined_request_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_connections, "IDLE_S", 0.0)
+    body = b'{"prompt": "endless", "max_tokens": %d, "stream": true}' % (LONG - 100)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with guarded(LONG, max_connections=1) as served, ExitStack() as stack:
+        asking = connected(served, stack, ASKED + head % len(body) + body)
+        received = b""
+        while b"data: " not in received:
+            received += asking.recv(65536)
+        assert served.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 503 ")
+        assert not is_closed(asking)
+
+
 def test_busy_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_connections, "IDLE_S", 0.0)
     with guarded(LONG, max_connections=2) as served, ExitStack() as stack:

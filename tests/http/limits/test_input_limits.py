@@ -107,6 +107,17 @@ def test_the_rest_of_a_body_must_come_in_time_after_the_answer() -> None:
             assert served.raw(data).startswith(b"HTTP/1.1 401 ")  # until the server closes the connection
 
 
+def test_a_bad_request_after_a_good_one_is_told_so() -> None:
+    good = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with guarded() as served:
+        for bad in (b"GET http://[::x/ HTTP/1.1\r\nHost: x\r\n\r\n", b"nonsense\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", served.port)) as connection:
+                connection.sendall(good)
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+                connection.sendall(bad)
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+
+
 def test_pipelined_requests_may_be_divided_anywhere() -> None:
     body = b'{"prompt": [5], "max_tokens": 1}' + b" " * 90_000
     request = HEAD % len(body) + body

@@ -139,6 +139,11 @@ def test_the_oldest_turns_are_left_out_where_a_conversation_is_too_long(served: 
     refused = served.post("/v1/responses", input=turns(40), **(options | {"truncation": "disabled"}))
     assert refused.status_code == 400
     assert "4096" in refused.json()["error"]["message"]
+    users = [said("user", f"{i} {LONG}") for i in range(9)]  # one message
+    cut = answered(served, input=users, **options)
+    assert cut.usage is not None
+    expected = served.post("/tokenize", messages=messages_of(users[-4:], "c")).json()["count"]
+    assert cut.usage.input_tokens == expected
     hopeless = served.post("/v1/responses", input=[*turns(2), said("user", LONG * 5)], **options)
     assert (hopeless.status_code, hopeless.json()["error"]["param"]) == (400, "input")
 

@@ -53,13 +53,22 @@ def test_messages_as_templates_know_them(tokenizer: PreTrainedTokenizerFast) -> 
 def test_what_ends_before_its_end_or_has_no_text_is_rendered(tokenizer: PreTrainedTokenizerFast) -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
     template = "{% for m in messages %}{{ m.content }}" + calls + ";{% endfor %}"
-    call = {"function": {"name": "f", "arguments": '{"a": [1, 2'}}
+    call = {"function": {"name": "f", "arguments": '{"a": [1, 2, "b'}}
     said = [
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": [call]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
         {"role": "tool", "tool_call_id": "1", "content": []},
     ]
-    assert render_chat(tokenizer, said, chat_template=template) == "No.{'a': [1, 2]};{};;"
+    assert render_chat(tokenizer, said, chat_template=template) == "No.{'a': [1, 2, 'b']};{};;"
+
+
+@pytest.mark.parametrize("arguments", ['{"a":1 "b":2}', '{"a": [1 2]}', '{"a": 1} x', "[1"])
+def test_arguments_that_are_wrong_before_their_end_are_refused(
+    tokenizer: PreTrainedTokenizerFast, arguments: str
+) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidRequestError, match="JSON object"):
+        render_chat(tokenizer, [{"role": "assistant", "tool_calls": [call]}], chat_template="x")
 
 
 @pytest.mark.parametrize("content", [None, "", [], "  \n", [{"type": "text", "text": ""}]])

@@ -164,6 +164,8 @@ def test_a_cast_that_changes_nothing_is_compiled_with_packed_weights() -> None:
         (OSError("another error of the system"), True),
         (RuntimeError("C++ compile error\n/tmp/x.s: No space left on device"), True),
         (RuntimeError("g++: fatal error: Killed signal terminated program cc1plus"), True),
+        (RuntimeError("collect2: fatal error: ld terminated with signal 9 [Killed]"), True),
+        (RuntimeError("cannot write: Disk quota exceeded"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
     ],
     ids=lambda value: str(value).splitlines()[0][:20],

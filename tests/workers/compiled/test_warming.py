@@ -170,6 +170,18 @@ def test_what_cannot_be_compiled_is_tried_once(root: Path, failing_child: Callab
     assert FakeChild.count == 2, "another key is another attempt"
 
 
+def test_a_failure_gives_way_to_what_another_process_compiled(root: Path) -> None:
+    key = "a" * 32
+    store.write_failure(key, "no way")
+    for text in ("compiled", "by a third"):
+        folder = store.begin()
+        (folder / "graph").write_text(text)
+        store.publish(folder, key)
+    assert (root / key / "graph").read_text() == "compiled"
+    store.write_failure(key, "no way")
+    assert store.read_failure(root / key) is None
+
+
 @pytest.mark.parametrize(
     "error", [CompileError("disk full", may_pass=True), OSError("disk full")], ids=["in", "around"]
 )
