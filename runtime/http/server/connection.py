@@ -137,6 +137,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the timer of the next request's head."""
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         if self.cycle is None or self.cycle.response_complete:
             self.open_connections.hear(self)
         self._await_head()

@@ -4,6 +4,7 @@ import errno
 import logging
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -95,6 +96,19 @@ def test_who_sends_the_rest_after_the_answer_is_silent(monkeypatch: pytest.Monke
             assert each.recv(65536).startswith(b"HTTP/1.1 401 ")
             each.sendall(b"12345678")
         wait_until(lambda: served.get("/health").status_code == 200, what="room for a connection")
+
+
+def test_an_answer_after_one_that_came_early_is_not_cut_off() -> None:
+    """The time between requests ends with the next one, also where that came with the rest of the one before."""
+    body = b'{"prompt": "endless", "max_tokens": %d, "stream": true}' % (LONG - 100)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n"
+    with guarded(LONG, keep_alive_s=1, api_key=["secret"]) as served, ExitStack() as stack:
+        asking = connected(served, stack, head % (9, b"") + b"{")
+        assert asking.recv(65536).startswith(b"HTTP/1.1 401 ")
+        asking.sendall(b"12345678" + head % (len(body), b"x-api-key: secret\r\n") + body)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            assert asking.recv(65536)
 
 
 def test_a_pipelined_request_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:

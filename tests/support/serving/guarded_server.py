@@ -104,7 +104,9 @@ class ListeningBounded(BoundedServer):
 
 
 @contextlib.contextmanager
-def guarded(max_model_len: int = 512, tls: Signed | None = None, **safety: Any) -> Iterator[Guarded]:
+def guarded(
+    max_model_len: int = 512, tls: Signed | None = None, keep_alive_s: int = 5, **safety: Any
+) -> Iterator[Guarded]:
     """Serve the fake engine from a thread, with the safety options given; by HTTPS with *tls*."""
     allowed = SafetyOptions.of(safety)
     engine = guarded_engine(allowed, max_model_len)
@@ -116,6 +118,7 @@ def guarded(max_model_len: int = 512, tls: Signed | None = None, **safety: Any) 
         log_config=None,
         lifespan="off",
         timeout_graceful_shutdown=1,
+        timeout_keep_alive=keep_alive_s,
         http=guarded_protocol(allowed.connections),
         ssl_certfile=None if tls is None else tls.cert,
         ssl_keyfile=None if tls is None else tls.key,
