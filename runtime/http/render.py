@@ -25,13 +25,10 @@ from runtime.http.responses import (
     TopLogprob,
     Usage,
 )
-from runtime.text.detokenizer import BYTE, REPLACEMENT
+from runtime.text.detokenizer import BYTE, REPLACEMENT, Utf8
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot represent."""
-
-Utf8 = codecs.getincrementaldecoder("utf-8")
-"""What vocabularies of sentencepiece call the token of a single byte."""
 
 
 class Decoder(Protocol):

@@ -17,6 +17,7 @@ CONTEXT_TOKENS = 5
 MAX_HELD_TOKENS = 16
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """What vocabularies with byte fallback call the token of a byte."""
+Utf8 = codecs.getincrementaldecoder("utf-8")
 LONGEST_CHARACTER = 4
 """Bytes in UTF-8."""
 
@@ -54,7 +55,7 @@ class _BytePieces:
 
     def __init__(self, bytes_by_id: _TokenBytes) -> None:
         self._bytes = bytes_by_id
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = Utf8("replace")
 
     def push(self, token_id: int) -> str:
         return self._utf8.decode(self._bytes[token_id])
@@ -118,7 +119,7 @@ def _ends_of_characters(bytes_T: Sequence[int | None]) -> tuple[int, int]:
     character = bytes(byte for byte in bytes_T[max(lead, 0) :] if byte is not None)
     if not character:
         return max(0, len(bytes_T) - CONTEXT_TOKENS), len(bytes_T)
-    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    utf8 = Utf8("replace")
     utf8.decode(character)
     (incomplete, _) = utf8.getstate()
     return _ends_of_characters(bytes_T[:lead]) if incomplete else (lead, len(bytes_T))
