@@ -13,6 +13,7 @@ from workers.device import weight_bytes
 from workers.distributed.groups import first_line
 from workers.gpu.attention_torch import DeviceAttention
 from workers.gpu.sizes import MOST_ROWS, forward_sizes
+from workers.gpu.token_counts import TokenCounts
 from workers.model.capture import Taps
 from workers.model.loaded import LoadedModel
 from workers.model.runner import ModelRunner
@@ -108,6 +109,7 @@ def _peak_of_graphs(worker: TargetWorker, config: EngineConfig, largest: Rehears
     """Return the bytes that graphs of whole rounds take, and those of forwards alone with their logits."""
     rounds = _peak(worker, largest._replace(rows=min(largest.rows, MOST_ROWS)))
     limits = config.scheduler
+    rounds += TokenCounts.num_bytes(limits.max_num_seqs, worker.runner.loaded.vocab_size)
     forwards = forward_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
     if not forwards or not isinstance(worker.runner.attention, DeviceAttention):
         return rounds

@@ -93,6 +93,18 @@ for given in kernel.arg_names:
 aligned = [i for i, given in enumerate(kernel.arg_names) if signature[given].startswith("*")]
 settings = {"num_warps": sampling.WARPS}
 """
+PENALTY_CHILD = """
+from workers.gpu.kernels import penalties
+
+name, arch = json.loads(sys.argv[1])
+kernel = getattr(penalties, name)
+constants = {"count_kernel": {"PADDED": 8}, "penalise_kernel": {"BLOCK": penalties.BLOCK}}[name]
+kinds = {"logits_NV": "*fp32", "seen_SX": "*i32", "slots_R": "*i64", "new_RC": "*i64", "tokens_RQ": "*i64"}
+kinds |= {"parents_RQ": "*i64"} | dict.fromkeys(("repetition_R", "presence_R", "frequency_R"), "*fp32")
+signature = {given: "constexpr" if given in constants else kinds.get(given, "i32") for given in kernel.arg_names}
+aligned = [i for i, given in enumerate(kernel.arg_names) if given in kinds]
+settings = {"num_warps": penalties.WARPS if name == "penalise_kernel" else 1, "enable_fp_fusion": False}
+"""
 LAYERS = {"llama 8b": (4096, 14336, 128, False), "qwen3 8b": (4096, 12288, 128, True)}
 SHAPES = {
     "llama and qwen3 8b": (32, 8, 128, 128, 0, False),
@@ -155,6 +167,14 @@ def test_the_search_for_top_p_compiles(tmp_path: Path) -> None:
 )
 def test_sampling_compiles(kernel: str, flags: dict[str, bool], arch: int, tmp_path: Path) -> None:
     compile_sampling(kernel, flags, arch, tmp_path)
+
+
+@pytest.mark.parametrize("kernel", ["count_kernel", "penalise_kernel"])
+@pytest.mark.parametrize(
+    "arch", [pytest.param(80, marks=pytest.mark.full), 90, pytest.param(100, marks=pytest.mark.full)]
+)
+def test_penalties_compile_without_spills(kernel: str, arch: int, tmp_path: Path) -> None:
+    run_child(PENALTY_CHILD, [kernel, arch], tmp_path)
 
 
 @pytest.mark.full

@@ -18,7 +18,8 @@ from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.drafts.graphed_drafts import GraphedDrafts
 from workers.gpu.forward_graphs import ForwardGraphs
 from workers.gpu.graphs import GraphCapturer, GraphSet, Program
-from workers.gpu.inputs import Buffers, DraftPlan, InputRoom, RoundInputs, RoundRows
+from workers.gpu.inputs import Buffers, InputRoom, RoundInputs
+from workers.gpu.round_rows import DraftPlan, RoundRows
 from workers.gpu.rounds import CapturedSteps, DeviceRounds
 from workers.gpu.sizes import MOST_ROWS, Chooser, Size, StepKey, forward_sizes, row_sizes
 from workers.gpu.target_step import TargetStep, write_drafts
@@ -76,7 +77,8 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
     if not sizes:
         return
     drafts = DeviceDrafts(engine, drafter.shape, max_draft, drafter.area)
-    buffers = Buffers.of(sizes, slots, device, InputRoom(slots.blocks.shape[1], drafts.num_known, 0))
+    room = InputRoom(slots.blocks.shape[1], drafts.num_known, 0, 1 + max_draft)
+    buffers = Buffers.of(sizes, slots, device, room, sampler.vocab_size)
     loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(device, Solo()))
     made = {size: drafter.program(buffers.inputs[size]) for size in sizes}
     programs = {
@@ -138,8 +140,9 @@ def _captured(
     # Chains of one token leave nothing to move; a draft that reads the target's cache needs the moves before it drafts.
     most_moves = 0 if draft is not None and isinstance(draft.worker.cache, TargetCache) else most_drafted
     most_moves = most_moves if most_moves > 1 else 0
-    room = InputRoom(slots.blocks.shape[1], 1 if drafts is None else drafts.num_known, most_moves)
-    buffers = Buffers.of(sizes, slots, runner.device, room)
+    room = InputRoom(slots.blocks.shape[1], 1 if drafts is None else drafts.num_known, most_moves, 1 + most_drafted)
+    samples = runner.loaded.group.rank == 0
+    buffers = Buffers.of(sizes, slots, runner.device, room, sampler.vocab_size, samples=samples)
     area = None if drafter is None else drafter.area
     steps = {
         size: TargetStep(runner, attention, buffers.inputs[size], buffers.results, sampler.vocab_size, area=area)
@@ -173,7 +176,7 @@ def _prepare(buffers: Buffers, slots: SlotTable, sampler: Sampler, key: StepKey)
     slot_1 = np.zeros(1, np.int64)
     drafted_1 = slot_1 + key[0].queries - 1
     plan = DraftPlan(drafted_1, slot_1, drafted_1, slot_1 + 1, slot_1, slot_1)
-    rows = RoundRows(slot_1, slot_1, sampler.limits(slot_1), plan)
+    rows = RoundRows(slot_1, slot_1, sampler.limits(slot_1), sampler.penalties(slot_1), plan)
     buffers.inputs[key[0]].send(rows)
     buffers.results.receive(1)  # waits: the next row may be written over this one
 

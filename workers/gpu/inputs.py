@@ -2,70 +2,25 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from protos.draft import Draft
 from workers.attention.batch import Words
+from workers.gpu import choosing
 from workers.gpu.metadata import DeviceMetadata
+from workers.gpu.round_rows import RoundRows
 from workers.gpu.sizes import Size
 from workers.gpu.staging import Array, Layout, ResultArea, StagingArea, fill
+from workers.gpu.token_counts import TokenCounts
 from workers.sampling.noise import row_keys
-from workers.sampling.sample import DeviceLimits, Ints, Limits
+from workers.sampling.sample import DeviceLimits, Ints
 from workers.slots import SlotTable
 
 LINE = 3
 """The most numbers of a row's result for each of its tokens; see `workers.gpu.target_step.TargetStep`."""
-
-
-@dataclass(frozen=True)
-class DraftPlan:
-    """What the draft does for each of R rows, int64 `[R]`.
-
-    Attributes:
-        drafted_R: number of draft tokens; of a tree that is drafted on the device the most nodes it may have.
-        lacking_R: how many known tokens before the newest one the draft must be fed, too.
-        levels_R: levels of a tree that is drafted on the device.
-        widths_R: nodes of such a tree that are fed at each level.
-        columns_R: where the features of the first token that is fed are, see `workers.gpu.drafts.features.FeatureArea`.
-        lowest_R: the first entry of the draft's cache that is attended to.
-    """
-
-    drafted_R: Ints
-    lacking_R: Ints
-    levels_R: Ints
-    widths_R: Ints
-    columns_R: Ints
-    lowest_R: Ints
-
-    @classmethod
-    def of_drafts(cls, drafted_R: Ints) -> "DraftPlan":
-        """Return the plan of drafts that are there already."""
-        nothing_R = np.zeros_like(drafted_R)
-        return cls(drafted_R, nothing_R, nothing_R, nothing_R, nothing_R, nothing_R)
-
-
-@dataclass(frozen=True)
-class RoundRows:
-    """The R rows of a round. Each feeds its newest token and then its draft.
-
-    Attributes:
-        slots_R: int64.
-        seeds_R: int64, bits of the requests' seeds.
-        limits: sampling parameters.
-        draft: of each row.
-        trees: the drafts that are there already and are no chains, by row.
-        moves_M2: see `workers.attention.kv.KVCache.move`.
-    """
-
-    slots_R: Ints
-    seeds_R: Ints
-    limits: Limits
-    draft: DraftPlan
-    trees: Mapping[int, Draft] = field(default_factory=dict)
-    moves_M2: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
 @dataclass(frozen=True)
@@ -76,11 +31,13 @@ class InputRoom:
         blocks: of a row's block table.
         known: the last known tokens of each row, the newest one last, for the draft.
         moves: moves of K and V for each row.
+        uncounted: known tokens of a row that are new to its token counts.
     """
 
     blocks: int
     known: int
     moves: int
+    uncounted: int
 
 
 def layout(size: Size, room: InputRoom) -> Layout:
@@ -101,6 +58,10 @@ def layout(size: Size, room: InputRoom) -> Layout:
             "top_p_R": ("f8", (rows,)),
             "min_p_R": ("f8", (rows,)),
             "temperature_R": ("f4", (rows,)),
+            "repetition_R": ("f4", (rows,)),
+            "presence_R": ("f4", (rows,)),
+            "frequency_R": ("f4", (rows,)),
+            "uncounted_RC": ("i8", (rows, room.uncounted)),
             "rows_RQ": ("i4", tokens),
             "starts_R": ("i4", (rows,)),
             "lengths_R": ("i4", (rows,)),
@@ -126,14 +87,18 @@ class RoundInputs:
         slots: the sequences.
         staging: large enough for the layout.
         room: as for `layout`.
+        counts: of the sequences' tokens; None where nothing applies penalties.
 
     Attributes:
         block_size: tokens of a KV block.
+        counts: as given.
         on_device: the arrays on the device, by name; `layout` has their dtypes and shapes.
     """
 
-    def __init__(self, size: Size, slots: SlotTable, staging: StagingArea, room: InputRoom) -> None:
-        self.size, self._slots, self._staging = size, slots, staging
+    def __init__(
+        self, size: Size, slots: SlotTable, staging: StagingArea, room: InputRoom, counts: TokenCounts | None
+    ) -> None:
+        self.size, self.counts, self._slots, self._staging = size, counts, slots, staging
         self.block_size = slots.block_size
         places = layout(size, room)
         self._num_bytes = places.size
@@ -187,11 +152,25 @@ class RoundInputs:
         fill(into["top_k_R"], rows.limits.top_k, 0)
         fill(into["top_p_R"], rows.limits.top_p, 1.0)
         fill(into["min_p_R"], rows.limits.min_p, 0.0)
+        if self.counts is not None:
+            self._write_penalties(into, rows, self.counts)
         into["moves_2M"][:] = rows.moves_M2[0][:, None] if len(rows.moves_M2) else 0  # the graph repeats one move
         into["moves_2M"][:, : len(rows.moves_M2)] = rows.moves_M2.T
         for row, tree in rows.trees.items():
             _write_tree(into, row, int(starts_R[row]), tree)
         fill(into["keys_RQ"], row_keys(rows.seeds_R[:, None], into["positions_RQ"][:num_rows] + 1), 0)
+
+    def _write_penalties(self, into: dict[str, Array], rows: RoundRows, counts: TokenCounts) -> None:
+        fill(into["repetition_R"], rows.penalties.repetition, 1.0)
+        fill(into["presence_R"], rows.penalties.presence, 0.0)
+        fill(into["frequency_R"], rows.penalties.frequency, 0.0)
+        room = into["uncounted_RC"].shape[1]
+        fill(into["uncounted_RC"], counts.uncounted(rows.slots_R, rows.penalties, room), -1)
+
+    def penalise_(self, logits_NV: torch.Tensor, first: int, each: int) -> None:
+        """Apply penalties in place, to *each* logits of each row: those after the tokens of columns *first* and on."""
+        if self.counts is not None:
+            self.counts.penalise_(logits_NV, self.on_device, first, each)
 
     def _cache_index(self, slots_X: Ints, places_X: Ints) -> Ints:
         size = self._slots.block_size
@@ -241,15 +220,42 @@ def _write_tree(into: dict[str, Array], row: int, start: int, tree: Draft) -> No
 
 @dataclass(frozen=True)
 class Buffers:
-    """The static buffers of an engine: the input of every size, in one area, and the results."""
+    """The static buffers of an engine.
+
+    Attributes:
+        inputs: of every size, in one area.
+        results: of every size.
+        is_counted: whether graphs count tokens, and apply penalties.
+    """
 
     inputs: Mapping[Size, RoundInputs]
     results: ResultArea
+    is_counted: bool
 
     @classmethod
-    def of(cls, sizes: Seq[Size], slots: SlotTable, device: torch.device, room: InputRoom) -> "Buffers":
-        """Allocate them for rounds of *sizes* over sequences in *slots*."""
+    def of(
+        cls,
+        sizes: Seq[Size],
+        slots: SlotTable,
+        device: torch.device,
+        room: InputRoom,
+        vocab_size: int,
+        *,
+        samples: bool = True,
+    ) -> "Buffers":
+        """Allocate them.
+
+        Args:
+            sizes: of the rounds.
+            slots: the sequences.
+            device: of the graphs.
+            room: as for `layout`.
+            vocab_size: ids that may be sampled.
+            samples: whether the graphs sample, of several ranks the first one's alone.
+        """
+        is_counted = choosing.has_kernels(device)
+        counts = TokenCounts(slots, vocab_size, device) if is_counted and samples else None
         num_bytes = max(layout(size, room).size for size in sizes)
         staging = StagingArea(num_bytes, device)
         results = ResultArea(max(LINE * size.rows * size.queries for size in sizes), device)
-        return cls({size: RoundInputs(size, slots, staging, room) for size in sizes}, results)
+        return cls({size: RoundInputs(size, slots, staging, room, counts) for size in sizes}, results, is_counted)

@@ -1,7 +1,7 @@
 """Whole rounds on the device: the draft's loop, the target's forward, sampling and acceptance.
 
 One copy brings everything to the device, one brings the result back, and the host waits once. Rounds that this cannot
-run take the ordinary path: prompts, logits processors, grammars, log-probabilities, and more rows than are
+run take the ordinary path: prompts, masks and bias of logits, grammars, log-probabilities, and more rows than are
 captured.
 """
 
@@ -23,7 +23,8 @@ from workers.device import DeviceTimer
 from workers.gpu.choosing import chooser_for
 from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.graphs import GraphSet
-from workers.gpu.inputs import LINE, Buffers, DraftPlan, RoundRows
+from workers.gpu.inputs import LINE, Buffers
+from workers.gpu.round_rows import DraftPlan, RoundRows
 from workers.gpu.sizes import Chooser, Size, StepKey, padded
 from workers.gpu.target_step import TargetStep
 from workers.sampling.sample import Limits
@@ -102,7 +103,9 @@ class DeviceRounds:
         if not plan.decodes or padded(len(plan.rows), self._row_sizes) is None:
             return None
         slots_R = np.array([row.slot for row in plan.rows], np.int64)
-        return None if self._worker.sampler.needs_host(slots_R) else slots_R
+        return (
+            None if self._worker.sampler.needs_host(slots_R, is_counted=self._captured.buffers.is_counted) else slots_R
+        )
 
     def _score(self, plan: RoundPlan, slots_R: Ints, drafts: Seq[Draft]) -> RoundDone | None:
         """Score drafts that the host has."""
@@ -169,7 +172,8 @@ class DeviceRounds:
         return Size(rows, queries), chooser_for(limits)
 
     def _rows(self, slots_R: Ints, limits: Limits, planned: DraftPlan, trees: Mapping[int, Draft]) -> RoundRows:
-        return RoundRows(slots_R, self._worker.sampler.seeds(slots_R), limits, planned, trees)
+        sampler = self._worker.sampler
+        return RoundRows(slots_R, sampler.seeds(slots_R), limits, sampler.penalties(slots_R), planned, trees)
 
     def _send(self, size: Size, plan: RoundPlan, rows: RoundRows) -> None:
         """Send the round's input, and move K and V."""

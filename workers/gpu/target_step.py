@@ -55,7 +55,9 @@ class TargetStep:
         logits_TV, states_TF = self._runner.call(tokens_1T, positions_1T, self._all_T, self._attention)
         if self._runner.loaded.group.rank:
             return
-        ids_T = choose(chooser, logits_TV[:, : self._vocab_size], found["keys_RQ"].view(-1), limits)
+        logits_TV = logits_TV[:, : self._vocab_size]
+        self._inputs.penalise_(logits_TV, 0, queries)
+        ids_T = choose(chooser, logits_TV, found["keys_RQ"].view(-1), limits)
         ids_RQ = ids_T.view_as(tokens_RQ)
         nodes_R = accepted(ids_RQ, tokens_RQ, found["parents_RQ"], found["drafted_R"])
         if self._area is None or states_TF is None:

@@ -20,6 +20,25 @@ Counts = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
+class Penalties:
+    """Penalties of each of N rows, float32; a repetition penalty of 1 and others of 0 mean off."""
+
+    repetition: Counts
+    presence: Counts
+    frequency: Counts
+
+    @property
+    def are_off(self) -> npt.NDArray[np.bool_]:
+        """Which rows have none."""
+        off_N: npt.NDArray[np.bool_] = (self.repetition == 1.0) & (self.presence == 0.0) & (self.frequency == 0.0)
+        return off_N
+
+    def at(self, rows: Ints) -> "Penalties":
+        """Return the penalties of some rows."""
+        return Penalties(self.repetition[rows], self.presence[rows], self.frequency[rows])
+
+
+@dataclass(frozen=True)
 class _Additions:
     """One request's masks and bias, as ids and what is added to their logits; unknown ids are left out."""
 
@@ -72,10 +91,18 @@ class LogitsProcessors:
         slots: owned by the worker; read only.
         vocab: number of columns of the logits given.
         device: of the logits.
+
+    Attributes:
+        penalties: of the sequence in each slot.
+        has_additions_S: whether the sequence in a slot has masks or a bias.
     """
 
     def __init__(self, slots: SlotTable, vocab: int, device: torch.device) -> None:
         self._slots, self._vocab, self._device = slots, vocab, device
+        num_slots = len(slots.joined)
+        off_S = np.zeros(num_slots, np.float32)
+        self.penalties = Penalties(off_S + 1.0, off_S.copy(), off_S.copy())
+        self.has_additions_S = np.zeros(num_slots, np.bool_)
         self._additions: dict[int, _Additions] = {}
         self._counts: dict[int, _Counts] = {}
 
@@ -84,7 +111,11 @@ class LogitsProcessors:
         self._additions.pop(slot, None)
         self._counts.pop(slot, None)
         sampling = self._slots.sampling[slot]
-        if has_additions(sampling):
+        self.penalties.repetition[slot] = sampling.repetition_penalty
+        self.penalties.presence[slot] = sampling.presence_penalty
+        self.penalties.frequency[slot] = sampling.frequency_penalty
+        self.has_additions_S[slot] = has_additions(sampling)
+        if self.has_additions_S[slot]:
             self._additions[slot] = _Additions.of(sampling, self._vocab, self._device)
         if has_penalties(sampling):
             self._counts[slot] = _Counts(int(self._slots.prompt_len[slot]), self._vocab)
@@ -116,27 +147,31 @@ class LogitsProcessors:
     def _apply_penalties_(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> None:
         seen = _Elements()
         counts: list[Counts] = []
-        penalties: list[tuple[float, float, float]] = []
+        penalised: list[int] = []
         for row, (slot, index) in enumerate(zip(slots_N.tolist(), index_N.tolist(), strict=True)):
             counter = self._counts.get(slot)
             if counter is not None:
                 ids, count = counter.before(index, self._slots.tokens[slot], int(self._slots.known_len[slot]))
                 seen.append(row, ids)
                 counts.append(count)
-                sampling = self._slots.sampling[slot]
-                penalties.append((sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty))
+                penalised.append(slot)
         if counts:
-            penalties_M3 = np.repeat(np.array(penalties, np.float32), seen.lengths, axis=0)
+            penalties = self.penalties.at(np.repeat(penalised, seen.lengths))
             where = seen.on(self._device)
+            parts = (np.concatenate(counts), penalties.repetition, penalties.presence, penalties.frequency)
             logits_NV[where] = _penalised(
-                logits_NV[where],
-                *(torch.from_numpy(part).to(self._device) for part in (np.concatenate(counts), penalties_M3)),
+                logits_NV[where], *(torch.from_numpy(part).to(self._device) for part in parts)
             )
 
 
-def _penalised(logits_M: torch.Tensor, counts_M: torch.Tensor, penalties_M3: torch.Tensor) -> torch.Tensor:
+def _penalised(
+    logits_M: torch.Tensor,
+    counts_M: torch.Tensor,
+    repetition_M: torch.Tensor,
+    presence_M: torch.Tensor,
+    frequency_M: torch.Tensor,
+) -> torch.Tensor:
     """Return the logits of tokens that occurred, lowered by their repetition, presence and frequency penalties."""
-    repetition_M, presence_M, frequency_M = penalties_M3.unbind(1)
     logits_M = logits_M * torch.where(logits_M > 0, 1.0 / repetition_M, repetition_M)
     return logits_M - frequency_M * counts_M - presence_M * (counts_M > 0)
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from protos.draft import Draft
 from protos.messages import NewSequence, Row, Sampling
 from workers.native.build import KernelUnavailableError
-from workers.sampling.logits_processors import LogitsProcessors
+from workers.sampling.logits_processors import LogitsProcessors, Penalties
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import (
     MIN_TEMPERATURE,
@@ -161,10 +161,19 @@ class Sampler:
         self._refresh(slots_N)
         return self._limits_S.at(slots_N)
 
-    def needs_host(self, slots_N: Ints) -> bool:
-        """Whether a request of these slots has logits processors, a grammar, or wants log-probabilities."""
+    def penalties(self, slots_N: Ints) -> Penalties:
+        """Return the penalties of the sequences in some slots."""
         self._refresh(slots_N)
-        flags = (self._has_processors_S, self._has_logprobs_S, self.slots.constrained)
+        return self._processors.penalties.at(slots_N)
+
+    def needs_host(self, slots_N: Ints, *, is_counted: bool) -> bool:
+        """Whether a request of these slots has logits processors, a grammar, or wants log-probabilities.
+
+        Penalties do not need the host where tokens are counted on the device.
+        """
+        self._refresh(slots_N)
+        processors_S = self._processors.has_additions_S if is_counted else self._has_processors_S
+        flags = (processors_S, self._has_logprobs_S, self.slots.constrained)
         return any(bool(flag_S[slots_N].any()) for flag_S in flags)
 
     def candidates(
@@ -270,10 +279,7 @@ def _greedy(logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Te
 
 
 def by_part(first_N: Flags, sample_first: SampleFunction, sample_rest: SampleFunction, batch: Batch) -> torch.Tensor:
-    """Sample the rows marked in `first_N` with one function and the rest with the other.
-
-    Logits are copied only if both have rows.
-    """
+    """Sample rows marked in `first_N` with one function, the rest with the other; copy logits if both have rows."""
     if first_N.all():
         return sample_first(*batch)
     if not first_N.any():

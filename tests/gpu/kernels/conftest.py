@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from tests.support.gpu.on_device import on_device
-from workers.gpu.kernels import attention, cache, layer, linear, quantized, sampling
+from workers.gpu.kernels import attention, cache, layer, linear, penalties, quantized, sampling
 
 if os.environ["TRITON_INTERPRET"] == "0":  # before the tests import them
     attention.paged_attention = on_device(attention.paged_attention)
     cache.write_cache = on_device(cache.write_cache)
     sampling.sample_tokens = on_device(sampling.sample_tokens)
+    penalties.count_ = on_device(penalties.count_)
+    penalties.penalise_ = on_device(penalties.penalise_)
     quantized.product = on_device(quantized.product)
     linear.linear = on_device(linear.linear)
     for each in (layer.rms_norm, layer.add_rms_norm, layer.rotate_, layer.swiglu):

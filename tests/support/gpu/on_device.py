@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 
 def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return *function* with its tensors, also those in named tuples and dataclasses, moved to a GPU.
+    """Return *function* with its tensors, also those in mappings, named tuples and dataclasses, moved to a GPU.
 
     Strides stay. What it writes into its arguments is copied back.
     """
@@ -32,6 +32,8 @@ def _mapped(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, tuple):
         parts = [_mapped(part, move) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, Mapping):
+        return {name: _mapped(part, move) for name, part in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return dataclasses.replace(value, **{name: _mapped(getattr(value, name), move) for name in names})

@@ -28,7 +28,7 @@ from workers.target import TargetWorker
 Floats = npt.NDArray[np.float32]
 PROMPTS = [[3, 5, 9, 11], [8, 4, 4], [7, 7, 60, 2, 9, 31]]
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
-PENALTY = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, presence_penalty=1.5)
+BIAS = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logit_bias={5: 1.5})
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def served(target: Path, params: SamplingParams, **options: Any) -> Served:
     return found
 
 
-def test_prompts_and_penalties_launch_one_graph_for_the_forward(target: Path) -> None:
-    found = served(target, PENALTY)
-    assert found.outputs == generate(target, PROMPTS, PENALTY, max_model_len=64).outputs
+def test_prompts_and_biased_rounds_launch_one_graph_for_the_forward(target: Path) -> None:
+    found = served(target, BIAS)
+    assert found.outputs == generate(target, PROMPTS, BIAS, max_model_len=64).outputs
     assert len(found.rounds) == 4
     for _, counts in found.rounds:
         assert counts.graphs == 1
@@ -65,16 +65,16 @@ def test_chunks_of_prompts_are_padded_to_a_captured_size(target: Path) -> None:
 
 def test_a_forward_that_no_size_has_room_for_runs_eager(target: Path) -> None:
     with mock.patch("workers.gpu.sizes.MOST_WANTED", 2):
-        found = served(target, PENALTY)
-    assert found.outputs == generate(target, PROMPTS, PENALTY, max_model_len=64).outputs
+        found = served(target, BIAS)
+    assert found.outputs == generate(target, PROMPTS, BIAS, max_model_len=64).outputs
     assert {counts.graphs for _, counts in found.rounds} == {0}
 
 
 def test_draft_models_feed_prompts_and_draft_by_graphs(target: Path, tmp_path: Path) -> None:
     draft = perturb(target, tmp_path / "draft", noise=0.04)
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
-    found = served(target, PENALTY, speculative_config=speculative)
-    assert found.outputs == generate(target, PROMPTS, PENALTY, max_model_len=64).outputs
+    found = served(target, BIAS, speculative_config=speculative)
+    assert found.outputs == generate(target, PROMPTS, BIAS, max_model_len=64).outputs
     assert found.proposed >= found.accepted > 0
     assert all(not {"attention_kernel", "norm_kernel"} & set(counts.kernels) for _, counts in found.rounds)
 
@@ -97,9 +97,9 @@ def test_the_draft_is_fed_the_features_of_these_forwards(target: Path, tmp_path:
     made = synthetic.recurrent(target)
     speculative = {"method": made.method, "model": str(made.write(tmp_path / "draft")), "num_speculative_tokens": 2}
     with recorded_features() as of_graphs:
-        found = served(target, PENALTY, speculative_config=speculative)
+        found = served(target, BIAS, speculative_config=speculative)
     with recorded_features() as of_layers:
-        ordinary = generate(target, PROMPTS, PENALTY, max_model_len=64, speculative_config=speculative)
+        ordinary = generate(target, PROMPTS, BIAS, max_model_len=64, speculative_config=speculative)
     assert found.outputs == ordinary.outputs
     assert len(of_graphs) == len(of_layers) > 2
     for (table_M4, states_NF), (other_M4, other_NF) in zip(of_graphs, of_layers, strict=True):

@@ -1,5 +1,6 @@
 """A draft model that is alone in its process drafts with one graph what it drafts without, whatever was accepted."""
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from protos.messages import NewSequence, RoundPlan, Row, Sampling
 from protos.worker_messages import Allocate
 from tests.support.gpu.counts import Counts
 from tests.support.gpu.engine import lasting_tensors, only
-from tests.support.gpu.machine import pretended_gpu
+from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
 from tests.support.models import synthetic_layers
 from tests.support.models.tiny_models import build
 from workers.build import make_draft
@@ -124,12 +125,15 @@ def rounds(
 BUDGET = {"kernels": 0, "graphs": 1, "to_device": 1, "blocking": 0, "to_host": 1, "syncs": 1}
 
 
-def compare(model: Path, sampling: list[Sampling], shape: dict[str, Any], *choosers: Chooser) -> list[Counts]:
+def compare(
+    model: Path, sampling: list[Sampling], shape: dict[str, Any], *choosers: Chooser, has_kernels: bool = False
+) -> list[Counts]:
     """Draft with graphs and on a CPU, compare the drafts, and return what each round asked of the device."""
     most = shape["num_speculative_tokens"]
     expected = rounds(make_engine(model, "cpu", shape), sampling, lambda: None, most)
     counts: list[Counts] = []
-    with pretended_gpu() as machine, only(ROWS, *choosers):
+    kernels = interpreted_kernels() if has_kernels else contextlib.nullcontext()
+    with pretended_gpu() as machine, kernels, only(ROWS, *choosers):
         engine = make_engine(model, "cuda", shape)
         assert isinstance(engine.proposer, GraphedDrafts)
         found = rounds(engine, sampling, lambda: counts.append(machine.reset()), most)
@@ -142,7 +146,13 @@ def compare(model: Path, sampling: list[Sampling], shape: dict[str, Any], *choos
     return counts
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.5], ids=["graphs", "penalties: no graph"])
+def test_penalties_of_chains_are_those_of_the_ordinary_path(model: Path) -> None:
+    sampling = [Sampling(each.seed, each.temperature, presence_penalty=2.0) for each in SAMPLING]
+    counts = compare(model, sampling, CHAIN, "drawn", has_kernels=True)
+    assert sum(each.budget() == BUDGET for each in counts) >= 3
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5], ids=["graphs", "penalties without kernels"])
 def test_chains_are_those_of_the_ordinary_path(model: Path, penalty: float) -> None:
     sampling = [Sampling(each.seed, each.temperature, presence_penalty=penalty) for each in SAMPLING]
     counts = compare(model, sampling, CHAIN, "greedy", "drawn")

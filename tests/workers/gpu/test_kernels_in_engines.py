@@ -1,5 +1,6 @@
 """Engines on the pretended GPU that interpret kernels: launches of a layer, and the tokens of an ordinary engine."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from workers.gpu.sizes import Chooser
 
 MOST = 12
 """Kernels of one layer in a decode step that is not captured."""
+OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
 PROMPTS = [[3 + i, 5, 9, 11][: 2 + i % 3] for i in range(8)]
 CHAIN, TREE = {"num_speculative_tokens": 3}, {"num_speculative_tokens": 6, "eagle_topk": 2}
@@ -71,3 +73,33 @@ def test_draws_of_targets_and_drafts_have_the_noise_of_their_rows(
     assert found.outputs == ordinary.outputs
     assert (found.proposed, found.accepted) == (ordinary.proposed, ordinary.accepted)
     assert found.accepted > 0
+
+
+PENALISED = [
+    SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.9, seed=5, presence_penalty=2.0, frequency_penalty=2.0),
+    SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.0, repetition_penalty=3.0),
+]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"num_speculative_tokens": 2}, pytest.param(TREE, marks=pytest.mark.full), None],
+    ids=["chain", "tree", "plain"],
+)
+def test_penalties_are_applied_by_graphs(models: list[Path], tmp_path: Path, shape: dict[str, int] | None) -> None:
+    """As many draft tokens of chains are accepted as on the host, so their penalties are the same."""
+    draft = perturb(models[0], tmp_path / "draft", noise=0.04)
+    speculative = None if shape is None else {"method": "draft_model", "model": str(draft), **shape}
+    few = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    with pretended_gpu() as machine, interpreted_kernels(), only(2, "drawn"):
+        found = serve(machine, models[0], PROMPTS[:2], PENALISED, speculative_config=speculative, **few)
+    ordinary = generate(models[0], PROMPTS[:2], PENALISED, max_model_len=64, speculative_config=speculative)
+    assert found.outputs == ordinary.outputs
+    unpenalised = [dataclasses.replace(each, **OFF) for each in PENALISED]
+    assert found.outputs != generate(models[0], PROMPTS[:2], unpenalised, max_model_len=64).outputs
+    if shape is not TREE:  # candidates for trees are chosen without penalties
+        assert (found.proposed, found.accepted) == (ordinary.proposed, ordinary.accepted)
+    budgets = [counts.budget() for plan, counts in found.rounds if plan.decodes]
+    first, later = budgets[0], budgets[1:]
+    assert first["to_device"] == 3, "two sequences are counted anew"
+    assert all(each["kernels"] == 0 and each["to_device"] == each["to_host"] == each["syncs"] == 1 for each in later)

@@ -40,6 +40,7 @@ class ChainLoop:
         output_RX = self._steps.catch_up()
         for step in range(self._num_steps):
             logits_RV, features_RX = self._model.predict(output_RX, step)
+            self._inputs.penalise_(logits_RV, step, 1)
             ids_R = choose(chooser, logits_RV, found["keys_RQ"][:, step], limits)
             found["tokens_RQ"][:, step + 1].copy_(ids_R.clamp_min(0))
             if step + 1 < self._num_steps:

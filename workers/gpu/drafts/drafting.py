@@ -15,7 +15,7 @@ from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.messages import Row
 from workers.attention.batch import Ints
 from workers.gpu.drafts.features import FeatureArea
-from workers.gpu.inputs import DraftPlan
+from workers.gpu.round_rows import DraftPlan
 
 if TYPE_CHECKING:
     from workers.draft.engine import DraftEngine

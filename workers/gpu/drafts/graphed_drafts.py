@@ -14,7 +14,8 @@ from workers.attention.batch import Ints
 from workers.gpu.choosing import chooser_for
 from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.graphs import GraphSet
-from workers.gpu.inputs import Buffers, DraftPlan, RoundRows
+from workers.gpu.inputs import Buffers
+from workers.gpu.round_rows import DraftPlan, RoundRows
 from workers.gpu.sizes import Size, StepKey, padded
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class GraphedDrafts:
     """Drafts with graphs what they can, and the rest with the proposer of *engine*. See `Proposer`.
 
-    Rows with penalties or other logits processors are the rest, and rounds of more rows than are captured.
+    Rows with masks or bias of logits are the rest, and rounds of more rows than are captured.
 
     Args:
         engine: of a draft for which there is a `loop_runner`.
@@ -63,14 +64,19 @@ class GraphedDrafts:
     def _key(self, slots_R: Ints, most_drafted: int) -> StepKey | None:
         """Return the key of the graph for these rows; None if there can be none."""
         sampler, num_rows = self._worker.sampler, padded(len(slots_R), self._rows)
-        if num_rows is None or most_drafted >= self._queries or sampler.needs_host(slots_R):
+        if (
+            num_rows is None
+            or most_drafted >= self._queries
+            or sampler.needs_host(slots_R, is_counted=self._buffers.is_counted)
+        ):
             return None
         return Size(num_rows, self._queries), chooser_for(sampler.limits(slots_R))
 
     def _draft(self, key: StepKey, slots_R: Ints, plan: DraftPlan) -> Ints:
         """Return what `write_drafts` wrote for each row, `[R, 2 * Q - 1]`."""
         sampler, size = self._worker.sampler, key[0]
-        self._buffers.inputs[size].send(RoundRows(slots_R, sampler.seeds(slots_R), sampler.limits(slots_R), plan))
+        rows = RoundRows(slots_R, sampler.seeds(slots_R), sampler.limits(slots_R), sampler.penalties(slots_R), plan)
+        self._buffers.inputs[size].send(rows)
         self._loops.launch(key)
         line = 2 * size.queries - 1
         return self._buffers.results.receive(size.rows * line).reshape(-1, line)[: len(slots_R)]

@@ -37,6 +37,7 @@ class HeadsChain:
         states_RS, ids_R = self._heads.begin(), found["tokens_RQ"][:, 0]
         for step in range(self._num_steps):
             states_RS, logits_RV = self._heads.predict(states_RS, ids_R, step)
+            self._inputs.penalise_(logits_RV, step, 1)
             ids_R = choose(chooser, logits_RV, found["keys_RQ"][:, step], limits).clamp_min(0)
             found["tokens_RQ"][:, step + 1].copy_(ids_R)
 

@@ -1,0 +1,90 @@
+"""How often tokens occurred in each sequence, counted on the device for penalties inside graphs."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from workers.sampling.logits_processors import Penalties
+from workers.sampling.sample import Ints
+from workers.slots import SlotTable
+
+IN_PROMPT = 1 << 30
+"""This bit of a count is set for tokens of the prompt; the bits below count those of the output."""
+
+
+class TokenCounts:
+    """The counts of the sequences in S slots. Graphs add the newest tokens, which come with a round's input.
+
+    What a graph has no room for, and a new sequence, is counted before: one copy, and some kernels.
+
+    Args:
+        slots: the sequences.
+        vocab_size: V; tokens beyond are not counted.
+        device: of the graphs.
+
+    Attributes:
+        seen_SX: int32 `[S + 1, V]`; the last row is that of padding.
+    """
+
+    def __init__(self, slots: SlotTable, vocab_size: int, device: torch.device) -> None:
+        num_slots = len(slots.joined)
+        self._slots, self._vocab_size = slots, vocab_size
+        self.seen_SX = torch.zeros((num_slots + 1, vocab_size), dtype=torch.int32, device=device)
+        self._joined_S = np.full(num_slots, -1, np.int64)
+        self._counted_S = np.zeros(num_slots, np.int64)
+
+    @staticmethod
+    def num_bytes(num_slots: int, vocab_size: int) -> int:
+        """Return the memory of the counts."""
+        return (num_slots + 1) * vocab_size * torch.int32.itemsize
+
+    def uncounted(self, slots_R: Ints, penalties: Penalties, room: int) -> Ints:
+        """Return the newest known tokens of each row that a graph is about to count, int64 `[R, room]`; padding is -1.
+
+        Rows without penalties have none.
+        """
+        uncounted_RC = np.full((len(slots_R), room), -1, np.int64)
+        rows = np.flatnonzero(~penalties.are_off)
+        if not len(rows):
+            return uncounted_RC
+        slots_P = slots_R[rows]
+        known_P, counted_P = self._slots.known_len[slots_P], self._counted_S[slots_P]
+        is_other_P = (self._joined_S[slots_P] != self._slots.joined[slots_P]) | (counted_P > known_P)
+        for slot in slots_P[is_other_P | (known_P - counted_P > room)].tolist():
+            self._count_all(slot)
+        first_P = self._counted_S[slots_P]
+        places_PC = first_P[:, None] + np.arange(room)
+        tokens_PC = self._slots.tokens[slots_P[:, None], np.minimum(places_PC, self._slots.tokens.shape[1] - 1)]
+        is_new_PC = (places_PC < known_P[:, None]) & (tokens_PC < self._vocab_size)
+        uncounted_RC[rows] = np.where(is_new_PC, tokens_PC, -1)
+        self._counted_S[slots_P] = known_P
+        return uncounted_RC
+
+    def penalise_(self, logits_NV: torch.Tensor, found: Mapping[str, torch.Tensor], first: int, each: int) -> None:
+        """Lower the logits of tokens that occurred, in place, inside a graph.
+
+        Args:
+            logits_NV: float32, *each* of each row of a round: after the tokens of columns *first* and on.
+            found: `RoundInputs.on_device`.
+            first: a column; with the first one, the round's known tokens are counted.
+            each: how many.
+        """
+        from workers.gpu.kernels.penalties import count_, penalise_  # noqa: PLC0415 - triton may be missing
+
+        if first == 0:
+            count_(self.seen_SX, found)
+        penalise_(logits_NV, self.seen_SX, found, first, each)
+
+    def _count_all(self, slot: int) -> None:
+        """Count all known tokens of a sequence anew."""
+        slots = self._slots
+        known, prompt = int(slots.known_len[slot]), int(slots.prompt_len[slot])
+        is_known_L = slots.tokens[slot, :known] < self._vocab_size
+        num_of_prompt = int(is_known_L[:prompt].sum())
+        ids_M = torch.from_numpy(slots.tokens[slot, :known][is_known_L]).to(self.seen_SX.device)
+        seen_V = self.seen_SX[slot].zero_()
+        seen_V.index_fill_(0, ids_M[:num_of_prompt], IN_PROMPT)
+        output_M = ids_M[num_of_prompt:]
+        seen_V.scatter_add_(0, output_M, torch.ones_like(output_M, dtype=torch.int32))
+        self._joined_S[slot], self._counted_S[slot] = slots.joined[slot], known
