@@ -1,8 +1,8 @@
 """The step loop: admit requests, plan a step, run it on the workers, commit the result.
 
 Every engine has one `Controller`. `LLM` in one process calls `step` from its own thread
-(`cluster.engine_driver.LocalEngine`). HTTP and gRPC servers have it in a child process, and engines on Ray in an actor;
-there the loop is `runtime.frontend.channel.run_controller`, which calls `step` until its inbox is stopped.
+(`cluster.engine.LocalEngine`). HTTP and gRPC servers have it in a child process, and engines on Ray in an actor;
+there the loop is `runtime.frontend.controller_loop.run_controller`, which calls `step` until its inbox is stopped.
 """
 
 import _signal  # type: ignore[import-not-found]  # signal's functions without their enums, which took 20 us of a step

@@ -28,7 +28,7 @@ class GraphedDrafts:
     Rows with masks or bias of logits are the rest, and rounds of more rows than are captured.
 
     Args:
-        engine: of a draft for which there is a `loop_runner`.
+        engine: of a draft for which `workers.gpu.drafts.drafter.drafter_of` returns a drafter.
         drafts: of that draft.
         loops: graphs that draft, and write the drafts into the results.
         buffers: of the graphs.
