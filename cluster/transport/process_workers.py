@@ -6,11 +6,12 @@ import subprocess
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
 
-from cluster.transport.worker_process import WorkerSpec, import_object
+from cluster.transport.worker_process import WorkerSpec
 from cluster.transport.zmq_hub import ZmqHub
 from protos.worker_messages import Died, FromWorker, WorkerId
 from runtime.subprocess import python_command
@@ -31,7 +32,7 @@ class ProcessWorkerGroup:
     def __init__(
         self, body: str = BODY, environment: Mapping[str, str] | None = None, *, sends: str = "", receives: str = ""
     ) -> None:
-        self._hub = ZmqHub(message_type=import_object(sends) if sends else FromWorker)
+        self._hub = ZmqHub(message_type=resolve_name(sends) if sends else FromWorker)
         self._body, self._receives = body, receives
         self._environment = {**os.environ, **(environment or {})}
         self._processes: dict[WorkerId, subprocess.Popen[bytes]] = {}

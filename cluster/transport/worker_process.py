@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import msgspec
@@ -29,15 +29,9 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     receives: str = ""
 
 
-def import_object(path: str) -> Any:
-    """Return the object that *path*, "module:name", names."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
-
-
 def run_worker(spec: WorkerSpec, *location: str) -> None:
     """Connect and run the worker's body, which also gets its *location* (address and machine) if known."""
-    port = ZmqPort(spec.endpoint, spec.worker, import_object(spec.receives) if spec.receives else ToWorker)
+    port = ZmqPort(spec.endpoint, spec.worker, resolve_name(spec.receives) if spec.receives else ToWorker)
     try:
         _imported(spec, port)(port, *location)
     finally:
@@ -47,9 +41,9 @@ def run_worker(spec: WorkerSpec, *location: str) -> None:
 def _imported(spec: WorkerSpec, port: ZmqPort) -> Any:
     """Import the worker's body, and with it torch; send heartbeats meanwhile to a controller that expects them."""
     if spec.receives:
-        return import_object(spec.body)
+        return resolve_name(spec.body)
     with HeartbeatThread(port, "importing"):
-        return import_object(spec.body)
+        return resolve_name(spec.body)
 
 
 def main() -> NoReturn:

@@ -46,7 +46,7 @@ def choose(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limi
     function, parts = FUNCTIONS[chooser], parts_of(logits_NV)
     if len(parts) <= 1 or chooser == "greedy":
         return function(logits_NV, keys_N, limits)
-    return torch.cat([function(logits_NV[at], keys_N[at], _part(limits, at)) for at in parts])
+    return torch.cat([function(logits_NV[at], keys_N[at], limits.at(at)) for at in parts])
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -60,10 +60,6 @@ def _by_kernels(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor,
     if chooser != "limited":
         return sample_tokens(logits_NV, keys_N, KernelLimits(limits.temperature))
     return sample_tokens(logits_NV, keys_N, KernelLimits(limits.temperature, limits.top_k, limits.top_p, limits.min_p))
-
-
-def _part(limits: DeviceLimits, at: slice) -> DeviceLimits:
-    return DeviceLimits(limits.temperature[at], limits.top_k[at], limits.top_p[at], limits.min_p[at])
 
 
 def accepted(

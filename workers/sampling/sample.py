@@ -71,6 +71,10 @@ class DeviceLimits:
         """See `Limits.are_off`."""
         return (self.top_k == 0) & (self.top_p >= 1.0) & (self.min_p == 0.0)
 
+    def at(self, rows: slice) -> "DeviceLimits":
+        """Return the limits of some rows."""
+        return DeviceLimits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
 
 def parts_of(logits_NV: torch.Tensor) -> list[slice]:
     """Return slices of rows with at most `MAX_LOGITS` logits each, or one row."""

@@ -293,6 +293,6 @@ def by_part(first_N: Flags, sample_first: SampleFunction, sample_rest: SampleFun
 
 
 def fit_vocab(logits_RV: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Cut or pad the draft's logits to the target's vocabulary: ids that either lacks are never proposed."""
+    """Cut or pad a draft's logits to the target's vocabulary: ids that either lacks are never proposed."""
     missing = vocab_size - logits_RV.shape[1]
     return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing > 0 else logits_RV[:, :vocab_size]

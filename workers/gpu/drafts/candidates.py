@@ -40,7 +40,7 @@ def candidates(
     Returns:
         Ids, int64 `[N, W]`, and their log-probabilities, float32.
     """
-    found = [FUNCTIONS[chooser](logits_NV[at], keys_N[at], _part(limits, at), width) for at in parts_of(logits_NV)]
+    found = [FUNCTIONS[chooser](logits_NV[at], keys_N[at], limits.at(at), width) for at in parts_of(logits_NV)]
     ids_NW, log_q_NW = (torch.cat(column) if len(column) > 1 else column[0] for column in zip(*found, strict=True))
     return ids_NW, log_q_NW
 
@@ -50,7 +50,3 @@ def candidates_at(chooser: Chooser, logits_NV: torch.Tensor, inputs: RoundInputs
     repeats = len(logits_NV) // inputs.size.rows
     keys_N = inputs.on_device["keys_RQ"][:, depth, None].expand(-1, repeats).reshape(-1)
     return candidates(chooser, logits_NV, keys_N, inputs.limits(repeats), width)
-
-
-def _part(limits: DeviceLimits, at: slice) -> DeviceLimits:
-    return DeviceLimits(limits.temperature[at], limits.top_k[at], limits.top_p[at], limits.min_p[at])

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from proposers.shared.heads import Heads
 from workers.attention.backend import run_with
@@ -15,6 +14,7 @@ from workers.gpu.inputs import RoundInputs
 from workers.gpu.metadata import DeviceMetadata
 from workers.model.module_runner import ModuleRunner
 from workers.model.runner import ModelRunner
+from workers.sampling.sampler import fit_vocab
 
 
 class LanguageModel:
@@ -49,7 +49,7 @@ class LanguageModel:
 
     def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
         """See `GraphedModel`."""
-        return fitted(output_NX, self._vocab_size), None
+        return fit_vocab(output_NX, self._vocab_size), None
 
 
 class HeadModel:
@@ -91,7 +91,7 @@ class HeadModel:
     def predict(self, output_NX: torch.Tensor, step: int) -> Prediction:
         """See `GraphedModel`."""
         logits_NV, features_NX = self._module.predict(output_NX, step)
-        return fitted(logits_NV, self._vocab_size), features_NX
+        return fit_vocab(logits_NV, self._vocab_size), features_NX
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,4 @@ class GraphedHeads:
             head: index.
         """
         states_NS = self.module.step(states_NS, tokens_N.clamp_max(self.module.vocab_size - 1), head)
-        return states_NS, fitted(self.module.logits(states_NS, head), self.vocab_size)
-
-
-def fitted(logits_NV: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Cut or pad logits to the target's vocabulary: ids that either lacks are never proposed."""
-    missing = vocab_size - logits_NV.shape[1]
-    return F.pad(logits_NV, (0, missing), value=-torch.inf) if missing > 0 else logits_NV[:, :vocab_size]
+        return states_NS, fit_vocab(self.module.logits(states_NS, head), self.vocab_size)

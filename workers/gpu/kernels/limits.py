@@ -15,8 +15,6 @@ import triton.language as tl
 from workers.sampling.sample import MIN_TEMPERATURE, UNITS
 
 PASSES = 8
-DIGITS = 16
-BITS = 4
 
 _UNITS = tl.constexpr(UNITS)
 _GREEDY = tl.constexpr(MIN_TEMPERATURE)
