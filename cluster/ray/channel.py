@@ -28,12 +28,11 @@ from cluster.transport.zmq_sockets import BoundSockets, Socket
 from protos.config.engine import EngineConfig, to_json
 from protos.progress import ProgressCallback
 from runtime.frontend.channel import Commands, Failed, LoadProgress, Report
+from runtime.frontend.delivery import deliver
 from runtime.frontend.process_channel import STOP_GRACE_S
-from runtime.frontend.silence import SILENCE_LIMITS, SilenceWatch
 
 logger = logging.getLogger(__name__)
 
-LAST_REPORTS_MS = 50
 RELEASE_S = 10.0
 """Ray waits up to minutes for a head that does not answer. An engine that ends does not."""
 
@@ -52,11 +51,10 @@ class RayChannel:
         self._provider: PlacementProvider = OwnPlacementGroup() if provider is None else provider
         self._context: zmq.Context[Socket] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
         self._placement: Placement | None = None
         self._bound: BoundSockets | None = None
-        self._up: zmq.asyncio.Socket | None = None
-        self._down: Socket | None = None
+        self._reports: zmq.asyncio.Socket | None = None
+        self._commands: Socket | None = None
         self._controller: RunningActor | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._placing: asyncio.Future[None] | None = None
@@ -94,9 +92,9 @@ class RayChannel:
     def _bind(self) -> None:
         assert self._placement is not None
         is_near = self._placement.nodes[CONTROLLER] == ray_cluster.node_id()
-        self._up, self._down = zmq.asyncio.Socket(self._context, zmq.PULL), self._context.socket(zmq.PUSH)
+        self._reports, self._commands = zmq.asyncio.Socket(self._context, zmq.PULL), self._context.socket(zmq.PUSH)
         host = None if is_near else ray_cluster.node_address()
-        self._bound = BoundSockets(self._context, self._up, self._down, host)
+        self._bound = BoundSockets(self._context, self._reports, self._commands, host)
 
     def _start_controller(self) -> RunningActor:
         """Start the controller's actor; runs in a thread."""
@@ -118,24 +116,10 @@ class RayChannel:
     async def _watch(
         self, controller: RunningActor, ended: "asyncio.Future[None]", on_report: Callable[[Report], None]
     ) -> None:
-        """Deliver reports until the controller is gone, then those still in flight, then `Failed`."""
-        assert self._up is not None
-        silence = SilenceWatch(on_report, self.kill, SILENCE_LIMITS)
-        tasks = [asyncio.create_task(self._receive(self._up, silence.take)), asyncio.create_task(silence.run())]
-        try:
-            await ended
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        while await self._up.poll(timeout=LAST_REPORTS_MS):
-            silence.take(self._decoder.decode(await self._up.recv()))
+        """Pass on the controller's reports, and `Failed` once it is gone."""
+        assert self._reports is not None
+        await deliver(self._reports, ended, on_report, self.kill)
         on_report(Failed(f"the controller is gone: {end_reason(controller.ended)}"))
-
-    async def _receive(self, up: zmq.asyncio.Socket, on_report: Callable[[Report], None]) -> None:
-        while True:
-            on_report(self._decoder.decode(await up.recv()))
-            await asyncio.sleep(0)  # recv does not yield while messages are queued; let other tasks run
 
     def send(self, commands: Commands) -> None:
         """See `Channel`."""
@@ -143,10 +127,10 @@ class RayChannel:
 
     def _post(self, commands: Commands) -> bool:
         """Send *commands*; return False if there is no controller to send to."""
-        if self._down is None or self._down.closed:
+        if self._commands is None or self._commands.closed:
             return False
         try:
-            self._down.send(self._encoder.encode(commands), zmq.NOBLOCK)
+            self._commands.send(self._encoder.encode(commands), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -163,7 +147,7 @@ class RayChannel:
             with contextlib.suppress(Exception):  # the actor's error does not matter here
                 await asyncio.wait_for(asyncio.wrap_future(self._controller.ended), STOP_GRACE_S)
         self._release()  # in this thread: an interpreter that exits cannot start another
-        for socket in (self._up, self._down):
+        for socket in (self._reports, self._commands):
             if socket is not None:
                 socket.close()
         if self._bound is not None:

@@ -54,24 +54,24 @@ class ControllerActor(ActorBase):
     def run(self) -> None:
         """Build the engine and serve until stopped; exit the process with an error after a failure."""
         context: zmq.Context[Socket] = zmq.Context()
-        down = context.socket(zmq.PULL)
-        connect(down, self._endpoint.down, self._endpoint)
+        commands = context.socket(zmq.PULL)
+        connect(commands, self._endpoint.down, self._endpoint)
 
-        def upward() -> Socket:
+        def connect_reports() -> Socket:
             made = context.socket(zmq.PUSH)
             connect(made, self._endpoint.up, self._endpoint)
             return made
 
-        up = upward()
-        encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(down)
+        reports = connect_reports()
+        encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(commands)
 
         def post(report: Report) -> None:
-            up.send(encoder.encode(report))
+            reports.send(encoder.encode(report))
 
-        with signs_of_life(upward):
+        with signs_of_life(connect_reports):
             succeeded = serve_controller(lambda report: self._build(inbox, report), inbox, post)
-        up.close(linger=LAST_REPORTS_MS)
-        down.close()
+        reports.close(linger=LAST_REPORTS_MS)
+        commands.close()
         context.term()
         if not succeeded:
             logging.shutdown()

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 
 from protos.capacity import TokenBudget
-from protos.config.engine import CacheConfig, SchedulerConfig
+from protos.config.engine import SchedulerConfig
 from protos.messages import NewSequence, Request, Row, WorkerInfo
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
@@ -22,6 +22,7 @@ class Planner:
 
     Args:
         queue: all sequences; the planner starts and preempts them.
+        prefix_caching: whether requests may begin after a prefix that is cached.
         states: decides which recurrent states are kept; None: the model has none, or prefixes are not cached.
         proposers: those in the controller process, None without any.
         worker_methods: requests whose `method` is one of these may get draft tokens from the draft worker.
@@ -35,10 +36,10 @@ class Planner:
     def __init__(
         self,
         config: SchedulerConfig,
-        cache: CacheConfig,
         info: WorkerInfo,
         *,
         queue: RequestQueue,
+        prefix_caching: bool,
         states: StateKeeping | None,
         proposers: ControllerProposers | None,
         worker_methods: Seq[str | None],
@@ -53,7 +54,7 @@ class Planner:
         self._worker_methods = tuple(worker_methods)
         self._worker_source = worker_source
         self._counters = counters
-        self._prefix_caching = cache.enable_prefix_caching and info.prefix_states != 0
+        self._prefix_caching = prefix_caching
         self._max_scored = max(1, PROMPT_LOGITS // info.vocab_size)
         self._num_scored = 0  # prompt tokens whose logits are computed in this step
         self._worker_is_up = True  # whether the draft worker serves in this step

@@ -68,9 +68,9 @@ class Scheduler:
         self._worker_source = (self.proposers.num_sources if self.proposers else 0) if has_worker else None
         self._planner = Planner(
             config,
-            cache,
             info,
             queue=self._queue,
+            prefix_caching=self._prefix_caching,
             states=self._states,
             proposers=self.proposers,
             worker_methods=worker_methods,

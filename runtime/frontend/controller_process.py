@@ -19,7 +19,7 @@ from protos.messages import Abort, Request, TokenOutput
 from protos.progress import ProgressCallback
 from runtime.frontend.channel import IDLE_S, Commands
 from runtime.frontend.controller_loop import serve_controller
-from runtime.frontend.process_channel import Greeting, socket_address
+from runtime.frontend.process_channel import COMMANDS, REPORTS, Greeting, socket_address
 from runtime.frontend.silence import signs_of_life
 from runtime.subprocess import at_parents_death
 
@@ -73,13 +73,13 @@ def serve_child(build: Callable[[str, Inbox, ProgressCallback], "Controller"]) -
         socket.connect(socket_address(Path(greeting.folder), name))
         return socket
 
-    up, down = connect(zmq.PULL, "up"), connect(zmq.PUSH, "down")
-    encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(up)
-    with signs_of_life(lambda: connect(zmq.PUSH, "down")):
+    commands, reports = connect(zmq.PULL, COMMANDS), connect(zmq.PUSH, REPORTS)
+    encoder, inbox = msgspec.msgpack.Encoder(), SocketInbox(commands)
+    with signs_of_life(lambda: connect(zmq.PUSH, REPORTS)):
         succeeded = serve_controller(
             lambda report: build(greeting.config, inbox, report),
             inbox,
-            lambda message: down.send(encoder.encode(message)),
+            lambda report: reports.send(encoder.encode(report)),
         )
     context.destroy(linger=1000)
     logging.shutdown()

@@ -15,11 +15,13 @@ import zmq
 import zmq.asyncio
 
 from runtime.frontend.channel import Commands, Failed, Report
-from runtime.frontend.silence import SILENCE_LIMITS, SilenceWatch
+from runtime.frontend.delivery import deliver
 from runtime.subprocess import socket_folder
 
 STOP_GRACE_S = 5.0
 """A child that does not stop within this time is killed."""
+COMMANDS, REPORTS = "commands", "reports"
+"""Names of the two sockets: to the controller, and from it."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -30,7 +32,7 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 def socket_address(folder: Path, name: str) -> str:
-    """Return the ZMQ address of the socket *name*: "up" leads to the controller, "down" to the frontend."""
+    """Return the ZMQ address of the socket *name*, `COMMANDS` or `REPORTS`."""
     return f"ipc://{folder / name}"
 
 
@@ -48,9 +50,8 @@ class ProcessChannel:
         self._folder = socket_folder()
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-        self._up: zmq.Socket[bytes] | None = None
-        self._down: zmq.asyncio.Socket | None = None
+        self._commands: zmq.Socket[bytes] | None = None
+        self._reports: zmq.asyncio.Socket | None = None
         self._child: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -61,10 +62,10 @@ class ProcessChannel:
 
     async def start(self, on_report: Callable[[Report], None]) -> None:
         """See `Channel`."""
-        self._up = self._context.socket(zmq.PUSH)
-        self._bind(self._up, "up")
-        self._down = zmq.asyncio.Socket(self._context, zmq.PULL)
-        self._bind(self._down, "down")
+        self._commands = self._context.socket(zmq.PUSH)
+        self._bind(self._commands, COMMANDS)
+        self._reports = zmq.asyncio.Socket(self._context, zmq.PULL)
+        self._bind(self._reports, REPORTS)
         self._child = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
@@ -72,7 +73,7 @@ class ProcessChannel:
         pipe = self._child.stdin
         if pipe is not None:
             pipe.write(greeting + b"\n")
-        self._watcher = asyncio.create_task(self._watch(self._child, self._down, on_report))
+        self._watcher = asyncio.create_task(self._watch(self._child, self._reports, on_report))
 
     def _bind(self, socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", name: str) -> None:
         socket.set_hwm(0)
@@ -80,32 +81,18 @@ class ProcessChannel:
         socket.bind(socket_address(self._folder, name))
 
     async def _watch(
-        self, child: asyncio.subprocess.Process, down: zmq.asyncio.Socket, on_report: Callable[[Report], None]
+        self, child: asyncio.subprocess.Process, reports: zmq.asyncio.Socket, on_report: Callable[[Report], None]
     ) -> None:
-        """Pass on reports until the child has exited, then the remaining ones, then `Failed`."""
-        silence = SilenceWatch(on_report, self.kill, SILENCE_LIMITS)
-        tasks = [asyncio.create_task(self._receive(down, silence.take)), asyncio.create_task(silence.run())]
-        try:
-            code = await child.wait()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        while await down.poll(timeout=50):
-            silence.take(self._decoder.decode(await down.recv()))
+        """Pass on the child's reports, and `Failed` once it has exited."""
+        code = await deliver(reports, child.wait(), on_report, self.kill)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         on_report(Failed(f"the engine process ended ({how})"))
 
-    async def _receive(self, down: zmq.asyncio.Socket, on_report: Callable[[Report], None]) -> None:
-        while True:
-            on_report(self._decoder.decode(await down.recv()))
-            await asyncio.sleep(0)  # `recv` does not suspend while messages are queued; let readers of streams run
-
     def send(self, commands: Commands) -> None:
         """See `Channel`."""
-        if self._up is not None:
+        if self._commands is not None:
             with contextlib.suppress(zmq.Again):
-                self._up.send(self._encoder.encode(commands), zmq.NOBLOCK)
+                self._commands.send(self._encoder.encode(commands), zmq.NOBLOCK)
 
     async def close(self) -> None:
         """See `Channel`."""
@@ -114,7 +101,7 @@ class ProcessChannel:
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._child is not None:
             await self._stop(self._child)
-        for socket in (self._up, self._down):
+        for socket in (self._commands, self._reports):
             if socket is not None:
                 socket.close()
         self._context.term()

@@ -36,7 +36,7 @@ from cluster.serving import service
 from cluster.serving.grpc_server import GrpcOptions
 from cluster.serving.http_server import HttpOptions
 from protos.config.engine import EngineConfig, ModelConfig
-from runtime.frontend import process_channel
+from runtime.frontend import delivery
 from runtime.subprocess import python_command
 
 service.load_tokenizer = lambda config: fake_engine.tokenizer()
@@ -48,7 +48,7 @@ service.serve(config, service.ServiceOptions("1", http, grpc, grace_s=1))
 """
 QUICK = """
 from runtime.frontend.silence import SilenceLimits
-process_channel.SILENCE_LIMITS = SilenceLimits(stalled_s=2.0, given_up_s={given_up_s})
+delivery.SILENCE_LIMITS = SilenceLimits(stalled_s=2.0, given_up_s={given_up_s})
 """
 NOTICED_S = 10.0
 GIVEN_UP_S = 40.0
