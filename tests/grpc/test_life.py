@@ -11,13 +11,13 @@ from runtime.frontend.admission import QueueLimits
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.pacing import Aggregate
 from runtime.frontend.stream_queue import ReadingLimits
-from runtime.frontend.thread_channel import ThreadChannel
 from runtime.grpc import server as grpc_server
 from runtime.metrics.prometheus import Metrics
 from tests.support.serving import fake_engine
 from tests.support.serving.fake_engine import expected, local_engine
 from tests.support.serving.grpc_checks import NOT_SERVING, SERVING, Code, checked, failure, watched
 from tests.support.serving.grpc_server import SERVICE, Served, answer, request, serving
+from tests.support.serving.thread_channel import ThreadChannel
 
 LONG = 100_000
 ENDLESS = request("endless", LONG - 100)

@@ -11,13 +11,13 @@ from protos import slipstream_v1_pb2 as pb
 from protos.config import arguments
 from protos.messages import WorkerInfo
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
 from runtime.text.preprocessor import Preprocessor
 from runtime.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_pairs
 from tests.support.policies import always
 from tests.support.serving.grpc_server import Served, answer, serving
+from tests.support.serving.thread_channel import ThreadChannel
 
 PROMPT = "def f(x):\n    return"
 ASKED: list[dict[str, Any]] = [

@@ -20,7 +20,6 @@ from protos.messages import Request
 from protos.sampling import SamplingParams
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.stream_queue import Delta
-from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
 from runtime.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_models
@@ -33,6 +32,7 @@ from tests.support.serving.openai_checks import CHECKS
 from tests.support.serving.openai_responses import RESPONSES
 from tests.support.serving.openai_structured_checks import STRUCTURED, a_parsed_answer
 from tests.support.serving.server_process import Running
+from tests.support.serving.thread_channel import ThreadChannel
 
 DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none", policy="fixed")
 

@@ -26,13 +26,13 @@ from runtime.core.controller import Controller
 from runtime.core.scheduler import Scheduler
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.controller_process import serve_child
-from runtime.frontend.thread_channel import ThreadChannel
 from runtime.metrics.prometheus import Metrics
 from runtime.policy.base import NoSpeculation
 from runtime.policy.batch_size import BatchSizePolicy
 from runtime.text.detokenizer import DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
 from tests.support.in_one_process import InOneProcess
+from tests.support.serving.thread_channel import ThreadChannel
 
 EOS = 0
 TEMPLATE = (

@@ -15,7 +15,6 @@ import uvicorn
 from cluster.serving.frontend import bound
 from protos.config.engine import SpeculativeConfig
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.thread_channel import ThreadChannel
 from runtime.http.app import create_app
 from runtime.http.context import ServerOptions
 from runtime.http.options import SafetyOptions
@@ -24,6 +23,7 @@ from runtime.http.server.connection import guarded_protocol
 from runtime.metrics.prometheus import Metrics
 from tests.support.serving.certificates import Signed
 from tests.support.serving.fake_engine import build, make_preprocessor, tokenizer
+from tests.support.serving.thread_channel import ThreadChannel
 
 DRAFTS = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, model="none", policy="fixed")
 
