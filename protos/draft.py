@@ -120,6 +120,10 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         )
         return cut.first(len(kept))
 
+    def acceptable_nodes(self) -> list[int]:
+        """Return the nodes that may be accepted: all but probes, and nodes below them."""
+        return [node for node, probed in enumerate(self._probed()) if not probed]
+
     def _probed(self) -> list[bool]:
         """Return for every node whether it is a probe or descends from one: it cannot be accepted."""
         probes = sum(1 << node for node, is_probe in enumerate(self.probes) if is_probe)

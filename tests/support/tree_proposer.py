@@ -9,7 +9,7 @@ from proposers.draft_model import DraftModelProposer
 from protos.draft import Draft, DraftRow
 from workers.draft.worker import DraftWorker
 from workers.verification.acceptance import accept
-from workers.verification.probes import acceptable_nodes, subtree
+from workers.verification.probes import subtree
 
 
 def random_tree(true: Seq[int], size: int, vocab_size: int, dice: random.Random) -> Draft:
@@ -37,7 +37,7 @@ def random_tree(true: Seq[int], size: int, vocab_size: int, dice: random.Random)
 
 def accept_without_probes(draft: Draft, choices: Seq[int]) -> list[int]:
     """Accept as the target worker does for drafts with probes."""
-    nodes = acceptable_nodes(draft)
+    nodes = draft.acceptable_nodes()
     path = accept(subtree(draft, nodes), [choices[0], *(choices[1 + node] for node in nodes)])
     return [nodes[node] for node in path]
 

@@ -27,7 +27,7 @@ def accept_with_probes(
     The latter are sampled after the accepted tokens were written into *slots*, so that penalties count these; -1 where
     there is no token.
     """
-    nodes = [acceptable_nodes(draft) for draft in scored.drafts]
+    nodes = [draft.acceptable_nodes() for draft in scored.drafts]
     accepted = [
         AcceptedTokens([own[node] for node in found.path], found.emitted)
         for own, found in zip(
@@ -52,17 +52,6 @@ def with_probed(verdict: Verdict | None, probed: ProbedBySlot) -> Verdict | None
     if verdict is None or verdict.failed or verdict.slot not in probed:
         return verdict
     return msgspec.structs.replace(verdict, probed=probed[verdict.slot])
-
-
-def acceptable_nodes(draft: Draft) -> list[int]:
-    """Return the nodes that may be accepted: all but probes, and nodes below them."""
-    if not draft.probes:
-        return list(range(len(draft)))
-    nodes: list[int] = []
-    for node, (parent, is_probe) in enumerate(zip(draft.node_parents(), draft.probes, strict=True)):
-        if not is_probe and (parent < 0 or parent in nodes):
-            nodes.append(node)
-    return nodes
 
 
 def subtree(draft: Draft, nodes: Seq[int]) -> Draft:

@@ -17,7 +17,7 @@ from workers.verification.draft_probs import (
     deterministic_children,
     sampled_children,
 )
-from workers.verification.probes import acceptable_nodes, subtree
+from workers.verification.probes import subtree
 from workers.verification.rejection import RejectionSampler
 
 VOCAB = 23
@@ -76,7 +76,7 @@ def test_tables_without_distributions_bring_none_and_too_wide_ones_nothing() -> 
 
 def test_certain_draft_tokens_leave_out_probes_and_what_was_drafted_twice() -> None:
     draft = Draft((4, 5, 4, 6, 7), (-1, -1, -1, 0, 0), (False, False, False, True, False))
-    nodes = acceptable_nodes(draft)
+    nodes = draft.acceptable_nodes()
     found = deterministic_children(subtree(draft, nodes))
     assert found.keys() == {-1, 0}
     assert (found[-1].ids_L.tolist(), list(found[-1].children.nodes)) == ([4, 5], [0, 1])
