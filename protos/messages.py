@@ -53,9 +53,9 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     """One sequence to generate, validated and tokenised. `n > 1` is n requests of one group.
 
     `cache_salt` separates the prefix caches and suffix caches of tenants. `prediction_token_ids` is the answer that the
-    user expects, for lookup methods; may be empty. With `wants_steps`, outputs have `TokenOutput.step`.
-    `num_speculative_tokens` and `method` restrict the engine's speculation: fewer draft tokens, one method of a
-    cascade.
+    user expects, which is drafted from before the methods are asked; may be empty. With `wants_steps`, outputs have
+    `TokenOutput.step`. `num_speculative_tokens` and `method` restrict the engine's speculation: fewer draft tokens,
+    one method of a cascade.
     """
 
     request_id: str

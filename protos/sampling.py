@@ -170,9 +170,10 @@ class SamplingParams:
     `temperature` 0 (and below 1e-5) greedy. `seed` is a uint64; without one, or with -1, it is random.
     `max_tokens` None means up to the end of the context. `logprobs` and `prompt_logprobs` are the number of most likely
     tokens returned in addition to the sampled one, -1 for the whole vocabulary. `truncate_prompt_tokens` keeps the
-    prompt's last tokens, -1 as many as fit. `prediction` is the expected answer, text or token ids: the lookup methods
-    (`ngram`, `suffix`) search it first; it changes no token. `structured_outputs` constrains the format of the answer;
-    a dictionary of its fields will do. To change one option: `dataclasses.replace(params, temperature=0.0)`.
+    prompt's last tokens, -1 as many as fit. `prediction` is the expected answer, text or token ids: where a method is
+    model-free, it is drafted from first; it changes no token. `spaces_between_special_tokens` is accepted and has no
+    effect. `structured_outputs` constrains the format of the answer; a dictionary of its fields will do. To change one
+    option: `dataclasses.replace(params, temperature=0.0)`.
 
     Raises:
         InvalidRequestError: names the value and the limit; `param` is the argument.

@@ -117,7 +117,8 @@ class SpeculativeConfig:
         lookahead_window, lookahead_ngram, lookahead_guesses: W, N and G of Fu et al. 2024; a draft has up to
             (W + G) * (N - 1) nodes.
         policy: how many draft tokens each row gets. "adaptive": as many as pay, by measured costs and acceptance;
-            "threshold": all or none, by batch size; "schedule": by the table of batch sizes; "fixed": always all.
+            "bandit": as many as were fastest; "threshold": all or none, by batch size; "schedule": by the table of
+            batch sizes; "fixed": always all. None: see `policy_name`.
         rejection_sample_method: the acceptance rule. "coupled": accept draft tokens equal to the sampled ones, with
             shared noise; "standard" and "block": rejection sampling with probability p/q; "synthetic": at given rates,
             regardless of the target.
