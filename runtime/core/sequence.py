@@ -133,7 +133,7 @@ class Sequence:
     def most_drafts(self, k: int, *, may_branch: bool, at_first: bool = False) -> int:
         """Return *k* draft tokens, or fewer if the request wants fewer, or a chain has no more levels.
 
-        That is now, or *at_first*, when the first output token was known.
+        The levels are those that are left now; *at_first*: those that were left after the first output token.
         """
         request = self.request
         depth = self.max_len - len(request.prompt_token_ids) - 2 if at_first else self.depth

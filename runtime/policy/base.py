@@ -19,12 +19,12 @@ OTHER_LOAD = 1.5
 
 
 def is_other_load(before: int, now: int) -> bool:
-    """Return whether *now* sequences are another load than *before*. None are no load."""
+    """Return whether *now* sequences are another load than *before*; 0 sequences are none."""
     return now > 0 and max(before, now) >= OTHER_LOAD * min(before, now)
 
 
 class Share(NamedTuple):
-    """How often work is done: in one round of so many that it takes *of_time* of the time, of *rounds* at most."""
+    """How often work is done: so that it takes *of_time* of the time, but in one of *rounds* rounds at least."""
 
     of_time: float
     rounds: int

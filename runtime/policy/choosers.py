@@ -87,8 +87,8 @@ class Chosen:
 def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], reading: Collection[int]) -> None:
     """Let *chooser* learn from a step.
 
-    Of rows that began in it, it does not: they may have been asked for other drafts. Nor does it of rows whose last
-    tokens were fewer than that.
+    It does not learn from rows that began in the step: they may have been asked for other drafts. Nor from rows that
+    had fewer tokens left than they were asked for.
 
     Args:
         chooser: learns.

@@ -150,7 +150,7 @@ class IdleRounds:
 
     @property
     def num_rows(self) -> int:
-        """Of each, with draft tokens."""
+        """Rows of each of them if there are draft tokens, else of the round before them."""
         return self._load.num_running
 
     @property
@@ -164,7 +164,7 @@ class IdleRounds:
         return sum([seconds for _, seconds in self.rounds])
 
     def end(self, running: Seq[Sequence]) -> None:
-        """Begin a round that is none, of *running*."""
+        """Begin a round of *running* that is not idle."""
         for pace in self._paces:
             pace.skip(self.num_rounds)
         self.is_on = self.is_renewed = False
@@ -185,7 +185,7 @@ class IdleRounds:
         self.learnt = deque(maxlen=learns * LEARNT_ROWS // max(1, self.num_rows))
 
     def stop(self) -> None:
-        """Let the next round be none."""
+        """Let the next round not be idle."""
         self._num_left = 0
 
     def goes_on(self, running: Seq[Sequence]) -> bool:

@@ -25,7 +25,7 @@ CHAIN_KNOWN = 2
 
 
 class DeviceDrafts:
-    """The drafts of a draft, made on the device: chains, or trees.
+    """Drafts that are made on the device: chains, or trees.
 
     Args:
         engine: of the draft.

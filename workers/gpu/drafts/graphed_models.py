@@ -18,7 +18,7 @@ from workers.sampling.sampler import fit_vocab
 
 
 class LanguageModel:
-    """A draft model. See `GraphedModel`; its output are logits.
+    """A draft model. See `GraphedModel`; its outputs are logits.
 
     Args:
         runner: of the model.
@@ -53,7 +53,7 @@ class LanguageModel:
 
 
 class HeadModel:
-    """The module of EAGLE, EAGLE-3 or MTP. See `GraphedModel`; its output are states.
+    """The module of EAGLE, EAGLE-3 or MTP. See `GraphedModel`; its outputs are states.
 
     Args:
         runner: of the module.
