@@ -82,7 +82,6 @@ class MtpSpec(Fitted):
     Attributes:
         hidden: width of the target's states.
         num_layers: number of heads; draft token k is predicted by head k modulo this.
-        first_layer: number of the first one, after the target's layers.
         vocab_size: the target's.
         state_first: the projection reads state, embedding; else embedding, state.
         feeds_back_normed: the states fed back are those after the head's last norm.
@@ -96,7 +95,6 @@ class MtpSpec(Fitted):
 
     hidden: int
     num_layers: int
-    first_layer: int
     vocab_size: int
     state_first: bool
     feeds_back_normed: bool
@@ -184,7 +182,6 @@ def _spec(config: Config, target: TargetDims, style: Style, names: Mapping[str, 
         stored={},
         hidden=target.hidden,
         num_layers=num_heads(config) or stored,
-        first_layer=target.layers,
         vocab_size=target.vocab_size,
         state_first=style == "mimo",
         feeds_back_normed=style in {"qwen", "speculators"} or kind.startswith(("deepseek", "glm")),

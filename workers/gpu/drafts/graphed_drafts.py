@@ -9,7 +9,6 @@ from protos.config.engine import SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
-from protos.interfaces import Proposer
 from workers.attention.batch import Ints
 from workers.gpu.choosing import chooser_for
 from workers.gpu.drafts.drafting import DeviceDrafts
@@ -46,11 +45,6 @@ class GraphedDrafts:
     def create(cls, config: SpeculativeConfig, runner: DraftRunner | None) -> Self:
         """Raise: it is made of a draft that is loaded, see `workers.gpu.build.graph_drafts`."""
         raise ConfigError(f"{cls.__name__} is made for a draft that is loaded, not from a configuration")
-
-    @property
-    def ordinary(self) -> Proposer:
-        """What drafts the rest."""
-        return self._ordinary
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """See `Proposer`."""
