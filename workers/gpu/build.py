@@ -23,6 +23,7 @@ from workers.gpu.round_rows import DraftPlan, RoundRows
 from workers.gpu.rounds import CapturedSteps, DeviceRounds
 from workers.gpu.sizes import MOST_ROWS, Chooser, Size, StepKey, forward_sizes, row_sizes
 from workers.gpu.target_step import TargetStep, write_drafts
+from workers.gpu.token_counts import UNCOUNTED
 from workers.model.runner import ModelRunner
 from workers.model.torch_mode import TorchMode
 from workers.sampling.sampler import Sampler
@@ -77,7 +78,7 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
     if not sizes:
         return
     drafts = DeviceDrafts(engine, drafter.shape, max_draft, drafter.area)
-    room = InputRoom(slots.blocks.shape[1], drafts.num_known, 0, 1 + max_draft)
+    room = InputRoom(slots.blocks.shape[1], drafts.num_known, 0, max_draft + UNCOUNTED)
     buffers = Buffers.of(sizes, slots, device, room, sampler.vocab_size)
     loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(device, Solo()))
     made = {size: drafter.program(buffers.inputs[size]) for size in sizes}
@@ -140,7 +141,9 @@ def _captured(
     # Chains of one token leave nothing to move; a draft that reads the target's cache needs the moves before it drafts.
     most_moves = 0 if draft is not None and isinstance(draft.worker.cache, TargetCache) else most_drafted
     most_moves = most_moves if most_moves > 1 else 0
-    room = InputRoom(slots.blocks.shape[1], 1 if drafts is None else drafts.num_known, most_moves, 1 + most_drafted)
+    room = InputRoom(
+        slots.blocks.shape[1], 1 if drafts is None else drafts.num_known, most_moves, most_drafted + UNCOUNTED
+    )
     samples = runner.loaded.group.rank == 0
     buffers = Buffers.of(sizes, slots, runner.device, room, sampler.vocab_size, samples=samples)
     area = None if drafter is None else drafter.area

@@ -12,6 +12,9 @@ from workers.slots import SlotTable
 IN_PROMPT = 1 << 30
 """This bit of a count is set for tokens of the prompt; the bits below count those of the output."""
 
+UNCOUNTED = 32
+"""Graphs count so many tokens of a row: one of this round, and one of each round before that ran another way."""
+
 
 class TokenCounts:
     """The counts of the sequences in S slots. Graphs add the newest tokens, which come with a round's input.
