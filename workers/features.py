@@ -26,7 +26,9 @@ class Features:
     states_NF: torch.Tensor
 
 
-def kept(needs: Needs, rows: Seq[Row], verdicts: Seq[Verdict], offsets_R: Ints, joined_S: Ints) -> tuple[Ints, Ints]:
+def kept(
+    needs: Needs, rows: Seq[Row], verdicts: Seq[Verdict], offsets_R: Ints, generation_S: Ints
+) -> tuple[Ints, Ints]:
     """Return whose features the draft is fed after a round: the table of `Features`, and flat indices of the tokens.
 
     Args:
@@ -34,7 +36,7 @@ def kept(needs: Needs, rows: Seq[Row], verdicts: Seq[Verdict], offsets_R: Ints, 
         rows: in the order in which they were fed: known tokens, then draft tokens.
         verdicts: of the rows that have one.
         offsets_R: int64, flat index of each row's first token.
-        joined_S: the generation of each slot.
+        generation_S: the generation of each slot.
     """
     by_slot = {verdict.slot: verdict for verdict in verdicts if verdict.failed is None}
     runs: list[tuple[int, int, int, int]] = []
@@ -46,7 +48,7 @@ def kept(needs: Needs, rows: Seq[Row], verdicts: Seq[Verdict], offsets_R: Ints, 
             places = places[-1:] if row.samples else []
         if places:
             first = row.start + row.length + len(path) - len(places)
-            runs.append((row.slot, int(joined_S[row.slot]), first, len(places)))
+            runs.append((row.slot, int(generation_S[row.slot]), first, len(places)))
             fed += places
     return np.array(runs, np.int64).reshape(-1, 4), np.array(fed, np.int64)
 

@@ -61,7 +61,7 @@ def rehearse(worker: TargetWorker, *rehearsals: Rehearsal) -> None:
         slots.clear()
         slots.known_len[: each.rows] = each.length
         slots.prompt_len[: each.rows] = 1
-        slots.joined[: each.rows] = -number  # of no sequence, so that nothing is kept of it
+        slots.generation[: each.rows] = -number  # of no sequence, so that nothing is kept of it
         slots.sampling[: each.rows] = [each.sampling] * each.rows
         rows = [Row(slot, 0, each.length, each.length, each.k) for slot in range(each.rows)]
         drafts = [Draft((0,) * each.k)] * each.rows

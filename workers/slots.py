@@ -28,7 +28,7 @@ class SlotTable:
         blocks: int32 `[S, B]`, block ids in order; `num_blocks` `[S]` of them.
         versions: int64 `[S, B]`, the version of each block's content.
         sampling: the slot's sampling parameters.
-        joined: int64 `[S]`, the generation of the sequence in the slot, 0 before the first: (slot, joined) identifies
+        generation: int64 `[S]`, that of the sequence in the slot, 0 before the first: slot and generation identify
             a sequence.
         constrained: bool `[S]`, whether the slot's sequence has a grammar.
     """
@@ -43,7 +43,7 @@ class SlotTable:
         self.blocks: npt.NDArray[np.int32] = np.zeros((num_slots, -(-length // block_size)), np.int32)
         self.versions: npt.NDArray[np.int64] = np.zeros_like(self.blocks, np.int64)
         self.num_blocks: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
-        self.joined: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.generation: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.constrained: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.sampling: list[Sampling] = [Sampling(seed=0)] * num_slots
         # Single elements are read and written faster through these.
@@ -59,7 +59,7 @@ class SlotTable:
             self.blocks,
             self.versions,
             self.num_blocks,
-            self.joined,
+            self.generation,
             self.constrained,
         ):
             array[:] = 0
@@ -78,7 +78,7 @@ class SlotTable:
         self.known_len[slot] = len(new.token_ids)
         self.prompt_len[slot] = new.prompt_len
         self.num_blocks[slot] = 0
-        self.joined[slot] = new.generation or self.joined[slot] + 1
+        self.generation[slot] = new.generation or self.generation[slot] + 1
         self.sampling[slot] = new.sampling
         self.constrained[slot] = new.sampling.grammar is not None
 

@@ -193,7 +193,7 @@ class TargetWorker:
 
     def kept(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
         """Return the features of the tokens that were kept in the round just scored, as far as the draft needs them."""
-        table_M4, fed_N = kept(self.needs, rows, verdicts, self._offsets_R, self.slots.joined)
+        table_M4, fed_N = kept(self.needs, rows, verdicts, self._offsets_R, self.slots.generation)
         if self._states_TF is None:
             return Features(table_M4[:0], torch.empty(0, 0))
         with torch.inference_mode():

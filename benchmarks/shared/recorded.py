@@ -150,7 +150,7 @@ class Draws:
         self.temperature = temperature
         slots = SlotTable(SEEDS, 8, 8)
         slots.sampling = [Sampling(seed=seed, temperature=temperature) for seed in range(SEEDS)]
-        slots.joined[:] = 1
+        slots.generation[:] = 1
         self._sampler, self._limits = Sampler(slots, vocab), _warm(SEEDS, temperature)
         self._slots_N: Ints = np.arange(SEEDS)
 

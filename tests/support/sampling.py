@@ -24,7 +24,7 @@ def table(
         slots.sampling[slot] = sampling
         slots.tokens[slot, : len(prompt) + len(output)] = prompt + output
         slots.known_len[slot], slots.prompt_len[slot] = len(prompt) + len(output), len(prompt)
-        slots.joined[slot] = 1
+        slots.generation[slot] = 1
     return slots
 
 

@@ -98,7 +98,7 @@ class WorkerTreeProposer(TreeProposer):
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         slots = self.runner.slots
         if self.dice.random() < 0.4:
-            self.modelled |= {(int(slots.joined[row.slot]), int(slots.known_len[row.slot])) for row in rows}
+            self.modelled |= {(int(slots.generation[row.slot]), int(slots.known_len[row.slot])) for row in rows}
             return DraftModelProposer(self.runner).propose(rows)
         found = [self._tree(slots.tokens[row.slot, : slots.known_len[row.slot]].tolist(), row.k) for row in rows]
         self.drafts += found

@@ -38,12 +38,12 @@ class DraftCache:
         num_slots = len(slots.known_len)
         self.waiting = Waiting(num_slots)
         self.validity = BlockValidity(forward.num_blocks, slots.block_size)
-        self._joined = [-1] * num_slots
+        self._last_generation = [-1] * num_slots
         self._from: Ints = np.zeros(num_slots, np.int64)  # the first entry after the last gap
         self._has_gaps = False
         self.held: Ints = np.zeros(num_slots, np.int64)
         # Single elements are read and written faster through these.
-        self._held, self._known, self._generation = self.held.data, slots.known_len.data, slots.joined.data
+        self._held, self._known, self._generation = self.held.data, slots.known_len.data, slots.generation.data
         self._num_blocks, self._blocks, self._versions = slots.num_blocks.data, slots.blocks.data, slots.versions.data
         self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # position, and draft tokens fed there
 
@@ -105,9 +105,9 @@ class DraftCache:
 
     def start_if_new(self, slot: int) -> bool:
         """Reset the state of *slot* if another sequence has joined it; return whether one has."""
-        is_new = self._joined[slot] != self._generation[slot]
+        is_new = self._last_generation[slot] != self._generation[slot]
         if is_new:
-            self._joined[slot] = self._generation[slot]
+            self._last_generation[slot] = self._generation[slot]
             if self.needs != "none":
                 self.waiting.clear(slot)
             self._from[slot] = 0

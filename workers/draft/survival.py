@@ -86,7 +86,7 @@ class LearntStop:
     def begin(self) -> None:
         """Learn from the drafts of the round before."""
         for slot, draft in self._drafted.items():
-            if self._slots.joined[slot] == draft.generation:
+            if self._slots.generation[slot] == draft.generation:
                 self._learn(slot, draft)
         self._drafted.clear()
         self._path_S[:] = 1.0
@@ -99,7 +99,7 @@ class LearntStop:
         for slot, token, bin_ in zip(slots_R.tolist(), ids_R.tolist(), bins_R.tolist(), strict=True):
             draft = self._drafted.get(slot)
             if draft is None:
-                draft = _Drafted(int(self._slots.joined[slot]), int(self._slots.known_len[slot]))
+                draft = _Drafted(int(self._slots.generation[slot]), int(self._slots.known_len[slot]))
                 self._drafted[slot] = draft
             draft.tokens.append(token)
             draft.bins.append(bin_)

@@ -46,7 +46,7 @@ def encode(slots: SlotTable, rows: Seq[Row], drafts: Seq[Draft], probs: DraftPro
     table = np.zeros((len(rows), STAMP + width * (1 + has_links)), np.int32)
     for line, row, draft in zip(table, rows, drafts, strict=True):
         count = len(draft)
-        line[:STAMP] = slots.known_len[row.slot], slots.joined[row.slot] & GENERATION, count
+        line[:STAMP] = slots.known_len[row.slot], slots.generation[row.slot] & GENERATION, count
         line[STAMP : STAMP + count] = draft.tokens
         if has_links:
             line[STAMP + width : STAMP + width + count] = _links(draft)
@@ -134,7 +134,7 @@ def _columns_per_node(rows: Seq[Row], table: Ids, probs_size: int) -> tuple[int,
 
 def _extends(slots: SlotTable, row: Row, base_len: int, generation: int) -> bool:
     """Whether a draft extends the text in the slot."""
-    return base_len == int(slots.known_len[row.slot]) and generation == int(slots.joined[row.slot]) & GENERATION
+    return base_len == int(slots.known_len[row.slot]) and generation == int(slots.generation[row.slot]) & GENERATION
 
 
 def broadcast_drafts(group: Group, rows: Seq[Row], drafts: Seq[Draft]) -> list[Draft]:

@@ -127,7 +127,7 @@ class DraftWorker:
             states_NX = self.forward.module.take_in(features.states_NF.to(loaded.device, loaded.dtype))
         parts = states_NX.split(features.table_M4[:, COUNT].tolist())
         for line, part_NX in zip(features.table_M4.tolist(), parts, strict=True):
-            if self.slots.joined[line[SLOT]] == line[GENERATION]:
+            if self.slots.generation[line[SLOT]] == line[GENERATION]:
                 self.cache.start_if_new(line[SLOT])
                 self.cache.put(line[SLOT], line[FIRST], part_NX)
 

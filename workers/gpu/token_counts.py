@@ -31,10 +31,10 @@ class TokenCounts:
     """
 
     def __init__(self, slots: SlotTable, vocab_size: int, device: torch.device) -> None:
-        num_slots = len(slots.joined)
+        num_slots = len(slots.generation)
         self._slots, self._vocab_size = slots, vocab_size
         self.seen_SX = torch.zeros((num_slots + 1, vocab_size), dtype=torch.int32, device=device)
-        self._joined_S = np.full(num_slots, -1, np.int64)
+        self._generation_S = np.full(num_slots, -1, np.int64)
         self._counted_S = np.zeros(num_slots, np.int64)
 
     @staticmethod
@@ -53,7 +53,7 @@ class TokenCounts:
             return uncounted_RC
         slots_P = slots_R[rows]
         known_P, counted_P = self._slots.known_len[slots_P], self._counted_S[slots_P]
-        is_other_P = (self._joined_S[slots_P] != self._slots.joined[slots_P]) | (counted_P > known_P)
+        is_other_P = (self._generation_S[slots_P] != self._slots.generation[slots_P]) | (counted_P > known_P)
         for slot in slots_P[is_other_P | (known_P - counted_P > room)].tolist():
             self._count_all(slot)
         first_P = self._counted_S[slots_P]
@@ -90,4 +90,4 @@ class TokenCounts:
         seen_V.index_fill_(0, ids_M[:num_of_prompt], IN_PROMPT)
         output_M = ids_M[num_of_prompt:]
         seen_V.scatter_add_(0, output_M, torch.ones_like(output_M, dtype=torch.int32))
-        self._joined_S[slot], self._counted_S[slot] = slots.joined[slot], known
+        self._generation_S[slot], self._counted_S[slot] = slots.generation[slot], known

@@ -264,19 +264,19 @@ class SlotGrammars:
 
     def _state(self, slot: int) -> SlotGrammar:
         """Return the state of the sequence in *slot*; a new one if the sequence is new."""
-        joined, known_len = int(self._slots.joined[slot]), int(self._slots.known_len[slot])
+        generation, known_len = int(self._slots.generation[slot]), int(self._slots.known_len[slot])
         state = self._grammars.get(slot)
-        if state is None or state.joined != joined:
+        if state is None or state.generation != generation:
             if state is not None:
                 self._leave(state)
-            state = self._grammars[slot] = self._new(slot, joined)
+            state = self._grammars[slot] = self._new(slot, generation)
         if state.known_len != known_len:
             state.known_len, state.pruned = known_len, None
             state.masks.clear()
         return state
 
-    def _new(self, slot: int, joined: int) -> SlotGrammar:
-        state = SlotGrammar(slot, joined, next(self._numbers), self._slots.sampling[slot], self._limits.patience_s)
+    def _new(self, slot: int, generation: int) -> SlotGrammar:
+        state = SlotGrammar(slot, generation, next(self._numbers), self._slots.sampling[slot], self._limits.patience_s)
         if self._refused.get(state.grammar, 0.0) > time.monotonic():
             state.reason = f"structured_outputs: {TOO_SLOW.format(self._limits.budget_s)}"
         self._by_number[state.number] = state

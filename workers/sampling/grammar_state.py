@@ -42,7 +42,7 @@ class SlotGrammar:
     """The grammar of the sequence in a slot.
 
     Attributes:
-        slot, joined: the slot, and the generation of the sequence, as in `SlotTable`.
+        slot, generation: of the sequence, as in `SlotTable`.
         number: of the sequence, never reused.
         sampling: its options.
         patience_s: how long rounds may still wait for it.
@@ -60,7 +60,7 @@ class SlotGrammar:
     """
 
     slot: int
-    joined: int
+    generation: int
     number: int
     sampling: Sampling
     patience_s: float

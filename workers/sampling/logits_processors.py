@@ -99,7 +99,7 @@ class LogitsProcessors:
 
     def __init__(self, slots: SlotTable, vocab: int, device: torch.device) -> None:
         self._slots, self._vocab, self._device = slots, vocab, device
-        num_slots = len(slots.joined)
+        num_slots = len(slots.generation)
         off_S = np.zeros(num_slots, np.float32)
         self.penalties = Penalties(off_S + 1.0, off_S.copy(), off_S.copy())
         self.has_additions_S = np.zeros(num_slots, np.bool_)

@@ -66,8 +66,8 @@ class Sampler:
         self._on_host = torch.device(device).type == "cpu"
         self._processors = LogitsProcessors(slots, vocab_size, torch.device(device))
         self._masks: GrammarMasks | None = None
-        num_slots = len(slots.joined)
-        self._joined_S: Ints = np.full(num_slots, -1, np.int64)
+        num_slots = len(slots.generation)
+        self._generation_S: Ints = np.full(num_slots, -1, np.int64)
         self._seed_S = np.zeros(num_slots, np.uint64)
         self._limits_S = Limits(
             np.ones(num_slots, np.float32), np.zeros(num_slots, np.int64), np.ones(num_slots), np.zeros(num_slots)
@@ -212,13 +212,13 @@ class Sampler:
 
     def _refresh(self, slots_N: Ints) -> None:
         """Read the parameters of slots whose sequence has changed since they were last read."""
-        changed_N = self._joined_S[slots_N] != self.slots.joined[slots_N]
+        changed_N = self._generation_S[slots_N] != self.slots.generation[slots_N]
         if changed_N.any():
             for slot in np.unique(slots_N[changed_N]).tolist():
                 self._read(slot, self.slots.sampling[slot])
 
     def _read(self, slot: int, sampling: Sampling) -> None:
-        self._joined_S[slot] = self.slots.joined[slot]
+        self._generation_S[slot] = self.slots.generation[slot]
         self._seed_S[slot] = sampling.seed
         self._limits_S.temperature[slot] = sampling.temperature
         self._limits_S.top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0

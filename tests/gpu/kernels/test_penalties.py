@@ -70,7 +70,7 @@ class Sequences:
         prompt, known = sorted(self.dice.integers(1, LENGTH // 2, 2).tolist())
         self.slots.tokens[slot] = self.dice.integers(0, VOCAB + 3, self.slots.tokens.shape[1])  # some have no logit
         self.slots.known_len[slot], self.slots.prompt_len[slot] = known, prompt
-        self.slots.joined[slot] += 1
+        self.slots.generation[slot] += 1
         self.slots.sampling[slot] = Sampling(
             seed=0, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
         )

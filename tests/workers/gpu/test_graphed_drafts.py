@@ -72,8 +72,8 @@ def send_features(engine: DraftEngine, slot: int, first: int, end: int) -> None:
     """Give the draft features of a slot's positions, which depend on nothing but slot and position."""
     generator = torch.Generator().manual_seed(slot)
     states_NF = torch.randn(80, engine.width, generator=generator)[first:end].to(engine.worker.forward.loaded.device)
-    joined = int(engine.worker.slots.joined[slot])
-    engine.worker.receive(Features(np.array([[slot, joined, first, end - first]]), states_NF))
+    generation = int(engine.worker.slots.generation[slot])
+    engine.worker.receive(Features(np.array([[slot, generation, first, end - first]]), states_NF))
 
 
 def rounds(

@@ -79,7 +79,7 @@ def test_a_slot_given_to_another_sequence_starts_afresh() -> None:
     sampler.sample(logits(1), np.array([0]), np.array([4]))
     slots.tokens[0, :3], slots.known_len[0], slots.prompt_len[0] = [5, 6, 7], 3, 2
     slots.sampling[0] = new
-    slots.joined[0] += 1
+    slots.generation[0] += 1
     fresh = table(new, prompts=[[5, 6]], outputs=[[7]])
     for values in logits(30, seed=3)[:, None]:
         assert sampler.sample(values, np.array([0]), np.array([3])).tolist() == draw(fresh, values)

@@ -94,7 +94,7 @@ def worlds(sampling: Sampling, draws: int, output: list[int]) -> Iterator[SlotTa
         slots = SlotTable(size, 16, 16, max_draft=8)
         known = PROMPT + output
         slots.tokens[:, : len(known)] = known
-        slots.known_len[:], slots.prompt_len[:], slots.joined[:] = len(known), len(PROMPT), 1
+        slots.known_len[:], slots.prompt_len[:], slots.generation[:] = len(known), len(PROMPT), 1
         slots.sampling = [replace(sampling, seed=first + i) for i in range(size)]
         yield slots
 

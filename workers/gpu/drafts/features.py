@@ -34,7 +34,7 @@ class FeatureArea:
             width = self._take_in(torch.zeros(1, engine.width, dtype=loaded.dtype, device=loaded.device)).shape[1]
             shape = (num_slots + 1, columns, width)
             self._area_SCX = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
-        self._joined_S: Ints = np.full(num_slots, -1, np.int64)
+        self._generation_S: Ints = np.full(num_slots, -1, np.int64)
         self._first_S: Ints = np.zeros(num_slots, np.int64)  # position of the features in column 0
         self._end_S: Ints = np.zeros(num_slots, np.int64)
         self._is_waiting_S: Flags = np.zeros(num_slots, np.bool_)  # the cache's waiting features are in the area
@@ -74,7 +74,7 @@ class FeatureArea:
     def note(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> None:
         """Record what the target's graph has written in a round, and have it wait to be fed."""
         slots, cache = self._worker.slots, self._worker.cache
-        table_M4, _ = kept(self._worker.needs, rows, verdicts, np.zeros(len(rows), np.int64), slots.joined)
+        table_M4, _ = kept(self._worker.needs, rows, verdicts, np.zeros(len(rows), np.int64), slots.generation)
         for line in table_M4.tolist():
             slot, first, count = line[SLOT], line[FIRST], line[COUNT]
             states_NX = self._area_SCX[slot, :count]
@@ -92,7 +92,7 @@ class FeatureArea:
     def stage(self, slots_N: Ints) -> Ints:
         """Bring the features that slots wait to be fed into the area, at most C each; return their first columns."""
         first_N, ends_N = self._wanted(slots_N)
-        is_here_N = self._joined_S[slots_N] == self._worker.slots.joined[slots_N]
+        is_here_N = self._generation_S[slots_N] == self._worker.slots.generation[slots_N]
         is_here_N &= (self._first_S[slots_N] <= first_N) & (self._end_S[slots_N] >= ends_N)
         with torch.inference_mode():
             for n in np.flatnonzero(~is_here_N).tolist():
@@ -113,7 +113,7 @@ class FeatureArea:
         return self._worker.cache.waiting.between(slots_N, first_N, ends_N)
 
     def _hold(self, slot: int, first: int, end: int) -> None:
-        self._joined_S[slot] = self._worker.slots.joined[slot]
+        self._generation_S[slot] = self._worker.slots.generation[slot]
         self._first_S[slot], self._end_S[slot] = first, end
 
     def _take_in(self, states_TF: torch.Tensor) -> torch.Tensor:
