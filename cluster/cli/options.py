@@ -228,18 +228,19 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 def _defaults(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     servers = {option.name for option in (*engine_options(), *server_options(), *safety_options())} | SERVE_ONLY
     visible = {name for name, option in options.items() if not getattr(option, "hidden", False)}
-    defaults: dict[str, Any] = {}
-    spelt: dict[str, Any] = {}
-    for key, value in _yaml(path).items():
-        name = str(key).replace("-", "_")
-        name = argument_names.ALIASES.get(name, name)
-        if spelt.setdefault(name, key) != key:
-            raise ConfigError(f"{path}: {name} is given twice, as {spelt[name]} and as {key}")
-        if name in options:
-            defaults[name] = _as_option(options[name], value)
-        elif name not in servers:
-            raise ConfigError(f"{path}: unknown option {str(key)!r}{did_you_mean(name, visible)}")
-    return defaults
+    given = _yaml(path)
+    found = _spellings(path, given)
+    for name, spelt in found.items():
+        if name not in options and name not in servers:
+            raise ConfigError(f"{path}: unknown option {str(spelt)!r}{did_you_mean(name, visible)}")
+    return {name: _as_option(options[name], given[spelt]) for name, spelt in found.items() if name in options}
+
+
+def _spellings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return argument_names.spellings(given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _as_option(option: Any, value: object) -> object:

@@ -96,16 +96,12 @@ class ServeArguments(BaseModel):
         if not isinstance(given, Mapping):
             raise ValueError("args must hold `name: value` lines")
         parts: dict[str, dict[str, Any]] = {"engine": {}, "server": {}}
-        spellings: dict[str, Any] = {}
-        for spelt, value in given.items():
-            name = str(spelt).replace("-", "_")
-            if spellings.setdefault(name, spelt) != spelt:
-                raise ValueError(f"{name} is given twice, as {spellings[name]} and as {spelt}")
+        for name, spelt in argument_names.spellings(given).items():
             if name in ELSEWHERE:
                 raise ValueError(f"{name} is not taken here: {ELSEWHERE[name]}")
             if name not in SERVER and name not in argument_names.NAMES:
                 raise ValueError(f"unknown argument {str(spelt)!r}{did_you_mean(name, SERVER | argument_names.NAMES)}")
-            parts["server" if name in SERVER else "engine"][name] = value
+            parts["server" if name in SERVER else "engine"][name] = given[spelt]
         return parts
 
     @model_validator(mode="after")

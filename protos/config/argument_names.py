@@ -5,7 +5,7 @@ warned of once), refused (it would change results: an error that names it), or u
 `trust_remote_code` is ignored: checkpoints' own code is never run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,19 +159,30 @@ FLAGS = (
 )
 
 
+def spellings(given: Iterable[Any]) -> dict[str, Any]:
+    """Return the options of *given* by their current names, with underscores, each as it is spelt there.
+
+    Raises:
+        ConfigError: one is given twice, in two spellings.
+    """
+    found: dict[str, Any] = {}
+    for spelt in given:
+        written = str(spelt).lstrip("-").replace("-", "_")
+        name = ALIASES.get(written, written)
+        if name in found:
+            raise ConfigError(f"{name} is given twice, as {found[name]} and as {spelt}")
+        found[name] = spelt
+    return found
+
+
 def normalised(given: Mapping[str, Any]) -> Arguments:
     """Return *given* under current names, with underscores.
 
     Raises:
         ConfigError: a name is unknown, or given twice.
     """
-    arguments: Arguments = {}
-    for spelt, value in given.items():
-        written = str(spelt).lstrip("-").replace("-", "_")
-        name = ALIASES.get(written, written)
+    found = spellings(given)
+    for name, spelt in found.items():
         if name not in NAMES:
             raise ConfigError(f"unknown argument {str(spelt)!r}{did_you_mean(name, NAMES)}")
-        if name in arguments:
-            raise ConfigError(f"{name} is given twice, once as {str(spelt)!r}")
-        arguments[name] = value
-    return arguments
+    return {name: given[spelt] for name, spelt in found.items()}

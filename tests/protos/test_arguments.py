@@ -136,7 +136,7 @@ def test_what_is_placed_how() -> None:
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "use ray"),
         ({"distributed_executor_backend": "slurm"}, "must be uni, ray or mp"),
         ({"enable_lora": True}, "enable_lora is not supported"),
-        ({"tp": 1, "tensor-parallel-size": 1}, "given twice"),
+        ({"tp": 1, "tensor-parallel-size": 1}, "given twice, as tp and as tensor-parallel-size"),
     ],
     ids=lambda x: str(x)[:30],
 )

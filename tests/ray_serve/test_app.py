@@ -49,6 +49,7 @@ def test_arguments_are_those_of_the_engine_and_of_the_server() -> None:
         ({"port": 8000}, "port is not taken here: Ray Serve's proxies listen"),
         ({"shutdown-timeout": 5}, "shutdown_timeout is not taken here: drain_timeout_s is"),
         ({"max-num-seqs": 2, "max_num_seqs": 3}, "max_num_seqs is given twice, as max-num-seqs and as max_num_seqs"),
+        ({"tp": 1, "tp-size": 2}, "tensor_parallel_size is given twice, as tp and as tp-size"),
         ({"engine": {}}, "unknown argument 'engine'"),
         ({"heartbeat_timeout_s": 0}, "greater than 0"),
         ({"tensor_parallel_size": "two"}, "tensor_parallel_size must be an integer, got 'two'"),
