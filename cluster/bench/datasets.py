@@ -7,7 +7,7 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.questions import SHAREGPT_FIELDS, USERS, said_by
+from cluster.bench.questions import SHAREGPT_FIELDS, USERS, asked, said_by
 from cluster.files import LINES, LIST, read_rows
 from protos.errors import ConfigError
 from protos.validation import shown
@@ -16,7 +16,6 @@ RANDOM, SHAREGPT, CUSTOM, WORKLOAD = "random", "sharegpt", "custom", "workload"
 NAMES = (RANDOM, SHAREGPT, CUSTOM, WORKLOAD)
 SUFFIXES = {LIST: SHAREGPT, LINES: CUSTOM}
 FIELDS = ("conversations", "messages", "prompt")
-"""Fields that hold what is asked; the first of several that is not empty counts."""
 DEFAULT_LENGTH = 256
 """Tokens of an answer whose length the data set does not say."""
 CHARS_PER_TOKEN = 4
@@ -99,16 +98,7 @@ def _request(item: Any, place: str, options: DatasetOptions) -> BenchPrompt | No
     Raises:
         ConfigError: names the place and what is wrong.
     """
-    if isinstance(item, str):
-        item = {"prompt": item}
-    if not isinstance(item, dict):
-        raise ConfigError(f"{place} must be text or a JSON object, got {shown(item)}")
-    given = [name for name in FIELDS if item.get(name) is not None]
-    if not given:
-        raise ConfigError(
-            f"{place} has none of the fields {', '.join(map(repr, FIELDS))}, but {', '.join(item) or 'none'}"
-        )
-    field = next((name for name in given if item[name]), given[0])
+    item, field = asked(item, place, FIELDS)
     if field == "conversations":
         return _of_sharegpt(item[field], place, options)
     if field == "messages" and not _are_messages(item[field]):

@@ -21,7 +21,6 @@ MT_BENCH_NAME = "mt_bench"
 USERS = frozenset({"human", "user"})
 SYSTEM = "system"
 FIELDS = ("turns", "conversations", "messages", "prompt_token_ids", "prompt")
-"""Fields that hold what is asked; the first of several that a line has counts."""
 SHAREGPT_FIELDS = "conversations", "from", "value"
 MESSAGE_FIELDS = "messages", "role", "content"
 """A field that is a list, and those of its items that hold who says what."""
@@ -70,15 +69,7 @@ def read_questions(path: Path, limit: int, max_turns: int) -> list[Question]:
 
 def _question(item: Any, place: str, default_category: str) -> Question:
     """Return the question of one line or item, which has no turns if it is a conversation without a user."""
-    if isinstance(item, str):
-        item = {"prompt": item}
-    if not isinstance(item, dict):
-        raise ConfigError(f"{place} must be a JSON object, got {shown(item)}")
-    field = next((name for name in FIELDS if item.get(name) is not None), None)
-    if field is None:
-        raise ConfigError(
-            f"{place} has none of the fields {', '.join(map(repr, FIELDS))}, but {', '.join(sorted(item)) or 'none'}"
-        )
+    item, field = asked(item, place, FIELDS)
     category = item.get("category")
     if category is None and field == "turns":
         raise ConfigError(f"{place} has no category")
@@ -131,6 +122,24 @@ def _of_messages(bare: Question, messages: Any) -> Question:
         raise ConfigError(f"{bare.place}: messages must end with one of role 'user'")
     history = tuple({"role": role, "content": text} for role, text in said[:-1])
     return replace(bare, turns=(_text(said[-1][1], f"{bare.place}: the last message"),), history=history)
+
+
+def asked(item: Any, place: str, fields: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return a line or item as an object, and which of *fields* holds what is asked: the first that is not empty.
+
+    Raises:
+        ConfigError: it is neither text nor an object, or has none of *fields*.
+    """
+    if isinstance(item, str):
+        item = {"prompt": item}
+    if not isinstance(item, dict):
+        raise ConfigError(f"{place} must be text or a JSON object, got {shown(item)}")
+    given = [name for name in fields if item.get(name) is not None]
+    if not given:
+        raise ConfigError(
+            f"{place} has none of the fields {', '.join(map(repr, fields))}, but {', '.join(sorted(item)) or 'none'}"
+        )
+    return item, next((name for name in given if item[name]), given[0])
 
 
 def said_by(items: Any, place: str, field: str, who: str, what: str) -> list[tuple[str, str]]:

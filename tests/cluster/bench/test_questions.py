@@ -65,13 +65,15 @@ def test_sharegpt_gives_the_turns_of_its_users(tmp_path: Path, caplog: pytest.Lo
 
 def test_lines_of_prompts_are_what_generate_and_bench_serve_read(tmp_path: Path) -> None:
     logged = {"prompt_token_ids": [5, 6], "prompt": "ab", "output": "c", "output_token_ids": [7]}
+    unasked = {"turns": [], "prompt": "y"}
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    lines = written(tmp_path / "mine.jsonl", "def f(", {"prompt": "x", "category": "code"}, {"messages": talk}, logged)
+    lines = written(tmp_path / "mine.jsonl", "def f(", {"prompt": "x", "category": "code"}, {"messages": talk}, logged, unasked)
     assert read_questions(lines, 80, 2) == [
         Question(f"{lines}:1", "mine", ("def f(",), is_chat=False),
         Question(f"{lines}:2", "code", ("x",), is_chat=False),
         Question(f"{lines}:3", "mine", ("c",), tuple(talk[:2])),
         Question(f"{lines}:4", "mine", ((5, 6),), is_chat=False),
+        Question(f"{lines}:5", "mine", ("y",), is_chat=False),
     ]
 
 
@@ -86,7 +88,7 @@ def test_lines_of_prompts_are_what_generate_and_bench_serve_read(tmp_path: Path)
         ({"turns": ["a"]}, ":1 has no category"),
         ({"category": 3, "turns": ["a"]}, ":1: category must be text, got 3"),
         ({"category": ["qa"], "turns": ["a"]}, r":1: category must be text, got \['qa'\]"),
-        (7, ":1 must be a JSON object, got 7"),
+        (7, ":1 must be text or a JSON object, got 7"),
         ({"prompt": ""}, ":1: prompt must be text, got ''"),
         ({"prompt_token_ids": ["a"]}, ":1: prompt_token_ids must be a list of token ids"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, ":1: messages must end with one of role 'user'"),
@@ -109,7 +111,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, row: Any, message:
         ("question.jsonl", None, "cannot read .*question.jsonl: no such file"),
         ("question.jsonl", "[" * 100_000, "question.jsonl:1 is not JSON: it is nested too deeply"),
         ("talk.json", "{}", "must hold a list, got dict"),
-        ("talk.json", "[3]", "item 1 must be a JSON object, got 3"),
+        ("talk.json", "[3]", "item 1 must be text or a JSON object, got 3"),
         ("talk.json", None, "cannot read .*talk.json: no such file"),
         ("prompts.txt", "a", "dataset must be a .jsonl file, or a .json file"),
     ],
