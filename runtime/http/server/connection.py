@@ -5,6 +5,7 @@ Bodies are limited by `runtime.http.server.guard`.
 
 import asyncio
 import contextlib
+import enum
 import socket
 from typing import Any
 
@@ -23,6 +24,17 @@ REASONS = {
 
 BODY_PROGRESS = 4096
 """Bytes of a body after which its client counts as not silent."""
+
+
+class Reading(enum.Enum):
+    """What was read last of the newest request."""
+
+    HEAD = enum.auto()
+    """Nothing of it yet, or a part of its head."""
+    BODY = enum.auto()
+    """Its head, and perhaps a part of its body."""
+    WHOLE = enum.auto()
+    """All of it."""
 
 
 class _HeadRefusedError(Exception):
@@ -45,7 +57,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = self._body_bytes = 0
-        self._is_in_head, self._is_in_body = True, False
+        self._reading = Reading.HEAD
         self._has_content = False  # whether what was just read ends a request, or has a part of its body
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
@@ -64,7 +76,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 )
             )
         else:
-            self._await_head()
+            self._start_timer()
 
     def _limit_stall(self, transport: Any) -> None:
         """Close the connection if the client stops receiving: a blocked write has no time-out of its own."""
@@ -73,10 +85,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if option is not None and connection is not None:
             with contextlib.suppress(OSError):  # not every connection is TCP
                 connection.setsockopt(socket.IPPROTO_TCP, option, round(self.limits.stall_s * 1000))
-
-    def _await_head(self) -> None:
-        self._is_in_head = True
-        self._start_timer()
 
     def _start_timer(self) -> None:
         if self._head_timer is None:
@@ -91,10 +99,6 @@ class GuardedProtocol(HttpToolsProtocol):
             )
         )
 
-    def _end_head(self) -> None:
-        self._is_in_head = False
-        self._stop_timer()
-
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -102,14 +106,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timer of the head."""
-        self._end_head()
+        self._stop_timer()
         self.open_connections.leave(self)
         self.loop.call_soon(self.open_connections.closed_socket)  # the socket is closed after this call
         super().connection_lost(exc)
 
     def cut(self) -> None:
         """Close the connection without a word, to make room for another."""
-        self._end_head()
+        self._stop_timer()
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -128,7 +132,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _hear_body(self, num_bytes: int) -> None:
         """Count bytes of a body: whoever sends a few at a time is as good as silent. The same holds for heads."""
-        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+        if self._reading is Reading.BODY and not self.cycle.response_complete:
             self._body_bytes += num_bytes
             if self._body_bytes >= BODY_PROGRESS:
                 self._body_bytes = 0
@@ -140,16 +144,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self.cycle is None or self.cycle.response_complete:
             self.open_connections.hear(self)
-        self._await_head()
+        self._reading = Reading.HEAD
+        self._start_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Leave out trailers, the fields after a body: a proxy has not checked them as headers."""
-        if self._is_in_head:
+        if self._reading is Reading.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Check the size and number of headers."""
-        self._end_head()
+        self._stop_timer()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_head_bytes:
             self._refusal = self._too_large(f"{size} bytes")
@@ -158,7 +163,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refusal = self._too_large(f"{len(self.headers)} headers")
             raise _HeadRefusedError
         super().on_headers_complete()
-        self._is_in_body = True
+        self._reading = Reading.BODY
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -167,7 +172,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole; from now on its client waits for us."""
-        self._has_content, self._is_in_body = True, False
+        self._has_content = True
+        self._reading = Reading.WHOLE
         self._stop_timer()
         if self.cycle.response_complete:  # it was answered before it was whole
             self._await_next()
@@ -183,9 +189,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request; for the rest of this one as long as for a head."""
-        if not self.pipeline or self._is_in_body:  # else the next request is there, and whole
+        is_in_body = self._reading is Reading.BODY
+        if not self.pipeline or is_in_body:  # else the next request is there, and whole
             self.open_connections.hear(self)
-        if self._is_in_body and self.cycle.response_complete:
+        if is_in_body and self.cycle.response_complete:
             self._start_timer()
         super().on_response_complete()
 
@@ -203,9 +210,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         self._refusal = error
-        self._end_head()
-        # Not in the middle of another response, and not after one.
-        if self.cycle is None or (self.cycle.response_complete and not self._is_in_body):
+        self._stop_timer()
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if is_answered and self._reading is not Reading.BODY:  # else within another response, or after this request's
             self.transport.write(_raw_response(error))
         self.transport.close()
 
