@@ -20,12 +20,12 @@ def run(model: ModelConfig, sources: Sequence[Path], output: Path) -> None:
     """Tokenise all text files in *sources*, files or folders, and write *output*.
 
     Raises:
-        ConfigError: there are no files, or *output* cannot be written.
+        ConfigError: there are no files, or *output* cannot be written, or is one of them.
         ModelError: the tokenizer cannot be loaded.
     """
     show_warnings()
     files = files_in(sources)
-    check_outputs([output], [source for source in sources if source.is_file()])
+    check_outputs([output], files)
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise ConfigError("a datastore holds tokens: the model must have a tokenizer")

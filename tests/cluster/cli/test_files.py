@@ -47,7 +47,14 @@ def test_generate_does_not_write_to_its_prompts(tmp_path: Path, option: str) -> 
         run("generate", "--prompts", str(prompts), option, str(prompts), "--model", "none")
 
 
-@pytest.mark.parametrize("command", ["check --prompts {0} --json {0}", "build-datastore {0} --output {0}"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check --prompts {0} --json {0}",
+        "build-datastore {0} --output {0}",
+        "build-datastore {0.parent} --output {0}",
+    ],
+)
 def test_other_commands_do_not_write_to_what_they_read(tmp_path: Path, command: str) -> None:
     read = tmp_path / "in.txt"
     read.write_text("a\n")
