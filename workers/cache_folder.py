@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 from pathlib import Path
 
 
@@ -35,3 +36,16 @@ def processor() -> str:
     wanted = ("model name", "flags", "Features")
     lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
     return "\n".join(line for line in lines if line.startswith(wanted))
+
+
+def compiler_version(name: str) -> str:
+    """Return what differs between versions of a compiler: its file, and that one's size and time.
+
+    It is not run: this is part of the key of every look-up.
+    """
+    found = shutil.which(name)
+    if found is None:
+        return "none"
+    path = Path(found).resolve()
+    stat = path.stat()
+    return f"{path} {stat.st_size} {stat.st_mtime_ns}"

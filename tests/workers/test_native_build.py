@@ -109,6 +109,15 @@ def test_what_is_built_is_not_built_again(machine: Machine) -> None:
     assert len(machine.started(1)) == 1
 
 
+def test_another_version_of_the_compiler_builds_anew(machine: Machine) -> None:
+    machine.go.touch()
+    doubled("one")
+    load_function.cache_clear()
+    machine.compiler(f'exec {shutil.which("g++")} "$@"  # of a later release')
+    assert doubled("one") == 42
+    assert len(machine.started(2)) == 2
+
+
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_failing_compiler_is_reported_where_the_kernel_is_needed(machine: Machine, *, is_early: bool) -> None:
     machine.compiler("echo 'no such option' >&2; exit 1")

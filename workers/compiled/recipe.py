@@ -1,7 +1,6 @@
 """The keys of compiled entries: a hash of all that the machine code and its constants depend on."""
 
 import hashlib
-import shutil
 from collections.abc import Sequence as Seq
 from functools import cache
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from workers.cache_folder import processor
+from workers.cache_folder import compiler_version, processor
 
 SOURCES = Path(__file__).parents[2]
 PACKAGES = ("proposers", "protos", "workers")
@@ -24,7 +23,9 @@ def recipe(folders: Seq[Path], *parts: object) -> str:
         parts: whatever else the graphs depend on, such as the dtype.
     """
     digest = hashlib.sha256()
-    machine = (processor(), torch.get_num_threads(), torch._inductor.config.cpp.dynamic_threads, shutil.which("c++"))
+    cpp = torch._inductor.config.cpp
+    compilers = [compiler_version(name) for name in cpp.cxx if name is not None]
+    machine = (processor(), torch.get_num_threads(), cpp.dynamic_threads, *compilers)
     versions = (torch.__version__, transformers.__version__, _sources())
     for part in (*machine, *versions, *parts, *map(_content, folders)):
         digest.update(f"{part}".encode() + b"\0")

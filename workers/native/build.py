@@ -19,7 +19,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from workers.cache_folder import CacheFolderError, cache_folder, processor
+from workers.cache_folder import CacheFolderError, cache_folder, compiler_version, processor
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -171,6 +171,6 @@ def _fingerprint(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(source.read_bytes())
     for header in sorted(FOLDER.glob("*.h")):
         digest.update(header.read_bytes())
-    for part in (compiler, *flags, platform.machine(), processor()):
+    for part in (compiler, compiler_version(compiler), *flags, platform.machine(), processor()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]

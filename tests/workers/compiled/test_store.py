@@ -85,3 +85,21 @@ def test_the_key_depends_on_every_byte_of_the_weights(tmp_path: Path) -> None:
     assert first == recipe([tmp_path], "bf16") != recipe([tmp_path], "fp32")
     weights.write_bytes(b"\0" * 99 + b"\1")
     assert recipe([tmp_path], "bf16") != first
+
+
+def test_the_key_depends_on_the_version_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade leaves the name of the command as it was."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    versions = [tmp_path / name for name in ("g++-12", "g++-13")]
+    for version in versions:
+        version.write_text(version.name)
+        version.chmod(0o755)
+    command = tmp_path / "g++"
+    command.symlink_to(versions[0])
+    first = recipe([], "bf16")
+    command.unlink()
+    assert recipe([], "bf16") != first
+    command.symlink_to(versions[1])
+    second = recipe([], "bf16")
+    versions[1].write_text("of a later release")
+    assert len({first, second, recipe([], "bf16")}) == 3
