@@ -155,6 +155,9 @@ def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
             raise InvalidRequestError(f"{name} is not supported, got {shown(given[name])}: {instead}", name)
     if given.get("best_of") not in (None, given.get("n") or 1):
         raise InvalidRequestError(f"best_of is not supported, got {shown(given['best_of'])}: use n", "best_of")
+    for name in ("logprobs", "prompt_logprobs"):
+        if isinstance(given.get(name), bool):  # these only may be booleans, as in vLLM
+            given = {**given, name: int(given[name])}
     structured = given.get("structured_outputs")
     if isinstance(structured, dict):
         given = {**given, "structured_outputs": StructuredOutputsParams(**structured)}

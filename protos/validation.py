@@ -4,7 +4,7 @@ import difflib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ValidationError
 from pydantic_core import ArgsKwargs, SchemaValidator
@@ -88,20 +88,36 @@ def _message(kind: str, message: str, numbers: Mapping[str, Any]) -> str:
     return message.replace("Input should be", "must be") if limit is None else limit.format(**numbers)
 
 
+def _numbers(cls: type) -> dict[str, str]:
+    """Return the fields of *cls* that hold numbers and no booleans, each with the kind of number."""
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(cls).items()}
+    return {
+        name: "number" if float in types else "integer"
+        for name, types in kinds.items()
+        if not {int, float}.isdisjoint(types) and bool not in types
+    }
+
+
 def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[T]]:
     """Decorate a pydantic dataclass so that its constructor raises `make(message, parameter)`.
 
-    *foreign* maps the keyword arguments to those passed to the class.
+    *foreign* maps the keyword arguments to those passed to the class. Booleans are no numbers; Python, and so pydantic,
+    takes them as 1 and 0.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         validator: SchemaValidator = vars(cls)["__pydantic_validator__"]
+        numbers = _numbers(cls)
 
         # Not pydantic's own constructor: a field may have the name of one of its arguments.
         @functools.wraps(cls.__init__)
         def init(self: object, /, *args: Any, **kwargs: Any) -> None:
+            given = foreign(kwargs)
+            for name, value in given.items():
+                if isinstance(value, bool) and name in numbers:
+                    raise make(f"{name} must be a valid {numbers[name]}, got {value}", name)
             try:
-                validator.validate_python(ArgsKwargs(args, foreign(kwargs)), self_instance=self)
+                validator.validate_python(ArgsKwargs(args, given), self_instance=self)
             except ValidationError as error:
                 raise make(*one_line(error, getattr(cls, "__dataclass_fields__", ()))) from None
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -203,10 +204,12 @@ def _check_budget(scheduler: Arguments) -> None:
 
 def _integer(arguments: Arguments, name: str, default: int) -> int:
     value = arguments.get(name)
-    try:
-        return default if value is None else _INTEGER.validate_python(value)
-    except ValidationError:
-        raise ConfigError(f"{name} must be an integer, got {shown(value)}") from None
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        with suppress(ValidationError):
+            return _INTEGER.validate_python(value)
+    raise ConfigError(f"{name} must be an integer, got {shown(value)}")
 
 
 def _build(part: str, fields: Arguments) -> Any:

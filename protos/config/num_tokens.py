@@ -63,7 +63,7 @@ def by_batch_size(keys: Keys, most: object) -> Keys:
             "speculative_config: disable_by_batch_size and num_speculative_tokens_per_batch_size both "
             "reduce speculation for large batches; give one"
         )
-    limit = most if isinstance(most, int) else MAX_SPECULATIVE_TOKENS
+    limit = most if type(most) is int else MAX_SPECULATIVE_TOKENS
     return {"num_speculative_tokens_per_batch_size": _table(value, limit)}
 
 

@@ -17,6 +17,9 @@ BAD = [
     ("n", 129, "at most 128"),
     ("n", 10**400, "at most 128"),
     ("n", 1.5, "integer"),
+    ("n", True, "integer, got True"),
+    ("max_tokens", True, "integer, got True"),
+    ("temperature", False, "number, got False"),
     ("temperature", -0.1, "at least 0"),
     ("temperature", 1e9, "at most 100"),
     ("top_p", 0.0, "greater than 0"),
@@ -140,3 +143,9 @@ def test_it_crosses_processes_as_msgpack(params: SamplingParams) -> None:
     assert copy == request
     assert type(copy.params) is SamplingParams
     assert type(copy.params.stop) is tuple
+
+
+def test_log_probabilities_alone_may_be_switched_on_as_in_vllm() -> None:
+    params = SamplingParams(logprobs=True, prompt_logprobs=True)
+    assert (params.logprobs, params.prompt_logprobs) == (1, 1)
+    assert type(params.logprobs) is int
