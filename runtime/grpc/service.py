@@ -36,6 +36,7 @@ STATES = {
     "dead": pb.SERVER_STATE_DEAD,
     "stalled": pb.SERVER_STATE_STALLED,
 }
+METRICS_FIELD = "per_request_spec_decode_metrics"
 LEVELS: dict[int, SpecMetrics] = {
     pb.SPEC_DECODE_METRICS_NONE: "none",
     pb.SPEC_DECODE_METRICS_SUMMARY: "summary",
@@ -158,6 +159,9 @@ class GenerationService:
         return await self._engine.render_chat(parsing.chat_messages(chat), params, **parsing.template_options(chat))
 
     def _level(self, requested: int) -> SpecMetrics:
+        if requested not in pb.SpecDecodeMetrics.values():  # open enums keep numbers that the protocol does not define
+            names = ", ".join(f"{name} ({number})" for name, number in pb.SpecDecodeMetrics.items())
+            raise InvalidRequestError(f"{METRICS_FIELD} must be one of {names}, got {requested}", METRICS_FIELD)
         return LEVELS.get(requested, self._options.spec_metrics)
 
     @_with_statuses

@@ -79,3 +79,12 @@ def test_messages_with_too_many_entries_are_refused(channel: grpc.Channel, serve
         failure(lambda: list(stub.Generate(request("a" * 5_000_000), timeout=60)), Code.RESOURCE_EXHAUSTED)
         _, (end,) = answer(stub.Generate(request("x", 4, allowed_token_ids=[*range(200)])))
         assert end.text == expected("x", 4)
+
+
+@pytest.mark.parametrize("number", [4, -1, 2**31 - 1])
+def test_numbers_that_an_enumeration_does_not_define_are_refused(served: Served, number: int) -> None:
+    with served.stub() as stub:
+        message = request("x", 4, per_request_spec_decode_metrics=number)
+        error = failure(lambda: list(stub.Generate(message, timeout=60)), Code.INVALID_ARGUMENT)
+    assert error.details().startswith("per_request_spec_decode_metrics must be one of SPEC_DECODE_METRICS_UNSPECIFIED")
+    assert error.details().endswith(f"got {number}")
