@@ -19,7 +19,9 @@ from protos.hub import client_errors, folder_of, unreachable
 
 logger = logging.getLogger(__name__)
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CONFIG = "config.json"
+INDEX, SAVED_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+"""The names of all tensors, of safetensors and of what torch saved."""
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors format."""
 
@@ -57,11 +59,13 @@ class Peek:
     @cached_property
     def names(self) -> frozenset[str]:
         """The names of its tensors."""
-        index = _json(self._file(INDEX))
+        safe = self._indexed(INDEX) or (_safe_names_in(self.folder) if self.folder else self._safe_names_on_hub())
+        return frozenset(safe or self._indexed(SAVED_INDEX) or (_saved_names_in(self.folder) if self.folder else ()))
+
+    def _indexed(self, name: str) -> Iterable[str]:
+        index = _json(self._file(name))
         weights = index.get("weight_map") if isinstance(index, dict) else None
-        if isinstance(weights, dict):
-            return frozenset(map(str, weights))
-        return frozenset(_names_in(self.folder) if self.folder else self._names_on_hub())
+        return list(map(str, weights)) if isinstance(weights, dict) else ()
 
     def _file(self, name: str) -> Path | None:
         return self.folder / name if self.folder else self._from_hub(lambda: Path(self._download(name)))
@@ -72,7 +76,7 @@ class Peek:
         offline = unreachable() is not None
         return hf_hub_download(self.model, name, revision=self.revision, cache_dir=self.cache, local_files_only=offline)
 
-    def _names_on_hub(self) -> Iterable[str]:
+    def _safe_names_on_hub(self) -> Iterable[str]:
         """Fetch the headers of safetensors files, not their weights."""
         from huggingface_hub import get_safetensors_metadata  # noqa: PLC0415
 
@@ -94,10 +98,11 @@ def _json(path: Path | None) -> Any:
         return None
 
 
-def _names_in(folder: Path) -> Iterable[str]:
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return [name for path in files for name in _safetensors_names(path)]
+def _safe_names_in(folder: Path) -> Iterable[str]:
+    return [name for path in sorted(folder.glob("*.safetensors")) for name in _safetensors_names(path)]
+
+
+def _saved_names_in(folder: Path) -> Iterable[str]:
     return [name for ending in ("*.bin", "*.pt") for path in sorted(folder.glob(ending)) for name in _zipped(path)]
 
 

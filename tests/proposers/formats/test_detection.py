@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import NotASafetensorsRepoError
 
 from proposers.formats import detect
+from proposers.formats.shared import peek
 from protos.config.method import Described
 from protos.errors import ConfigError, ModelError
 from tests.support.checkpoint_arguments import parse, speculative
@@ -118,6 +121,30 @@ def test_nothing_in_a_checkpoint_is_run_by_looking(tmp_path: Path) -> None:
         archive.writestr("archive/data.pkl", pickle.dumps({"midlayer.hidden_norm.weight": Trap()}))
     assert detect.describe(str(tmp_path)).method == "eagle3"
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("place", ["folder", "Hub"])
+def test_the_index_of_what_torch_saved_names_its_tensors(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"midlayer.hidden_norm.weight": "pytorch_model-00001-of-00002.bin"}}))
+    if place == "folder":
+        assert detect.describe(str(tmp_path)).method == "eagle3"
+        return
+
+    def download(_model: str, name: str, **_options: Any) -> str:
+        if name != index.name:
+            raise OSError(f"404: {name}")
+        return str(index)
+
+    def no_safetensors(name: str, **_options: Any) -> Any:
+        raise NotASafetensorsRepoError(name)
+
+    monkeypatch.setattr(peek, "unreachable", lambda: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", no_safetensors)
+    assert detect.describe("some/draft").method == "eagle3"
 
 
 def test_damaged_files_are_unknown_not_errors(tmp_path: Path) -> None:
