@@ -9,6 +9,8 @@ from protos.errors import ModelError
 from workers.weights.files import open_file
 from workers.weights.wrapped import WRAPPERS, language_config
 
+STANDS_FOR = {"kimi_k2": "deepseek_v3"}
+"""Model types that `transformers` lacks, whose own code differs in nothing, and the types that they are read as."""
 CONFIG, MODEL_OPT = "config.json", "hf_quant_config.json"
 
 
@@ -20,13 +22,21 @@ def read_described(folder: Path, name: str) -> dict[str, Any]:
     """
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{name}: there is no {CONFIG}")
-    described = read_json(folder / CONFIG, name)
+    described = _known(read_json(folder / CONFIG, name))
     if described.get("quantization_config") or not (folder / MODEL_OPT).is_file():
         return described
     quantization = read_json(folder / MODEL_OPT, name).get("quantization")
     if not isinstance(quantization, dict) or not quantization.get("quant_algo"):  # weights are not quantised
         return described
     return described | {"quantization_config": {"quant_method": "modelopt", "quantization": quantization}}
+
+
+def _known(described: dict[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` with the type that `transformers` has for it, and without its repository's code."""
+    kind = STANDS_FOR.get(str(described.get("model_type")))
+    if kind is None:
+        return described
+    return {key: value for key, value in described.items() if key != "auto_map"} | {"model_type": kind}
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -44,8 +54,14 @@ def read_language_config(folder: Path) -> Any:
     """Return the `transformers` config of the language model in *folder*. Raises what `AutoConfig` raises."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import, and rarely needed
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    quantization = read_described(folder, folder.name).get("quantization_config")
+    kind = read_json(folder / CONFIG, folder.name).get("model_type")
+    described = read_described(folder, folder.name)
+    config = (
+        AutoConfig.for_model(**described)
+        if kind in STANDS_FOR
+        else AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    )
+    quantization = described.get("quantization_config")
     if quantization:
         config.quantization_config = quantization
     return language_config(config, _names(folder)) if config.model_type in WRAPPERS else config

@@ -47,6 +47,20 @@ def test_expanded_keys_are_explained(tmp_path: Path) -> None:
     assert "864 bytes per token (keys and values are cached expanded" in loaded.notes[0]
 
 
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    """Its code, which is never run, is DeepSeek-V3's under another name."""
+    folder = build("deepseek_v3", tmp_path)
+    expected = load(ModelConfig(model=str(folder)))
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.X"}
+    loaded = load(ModelConfig(model=str(edit(folder, model_type="kimi_k2", auto_map=code))))
+    assert loaded.model_type == expected.model_type == "deepseek_v3"
+    assert loaded.notes == expected.notes
+    assert type(loaded.model) is type(expected.model)
+    assert loaded.model.config.to_diff_dict() == expected.model.config.to_diff_dict()
+    weights = expected.model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in loaded.model.state_dict().items())
+
+
 def test_loading_is_silent(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     load(ModelConfig(model=str(llama)))
