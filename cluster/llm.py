@@ -1,6 +1,5 @@
 """`LLM`: offline generation with vLLM's signatures, in the caller's thread or on Ray."""
 
-import functools
 import itertools
 import logging
 import time
@@ -20,8 +19,8 @@ from protos.progress import ProgressCallback
 from protos.sampling import SamplingParams
 from protos.stats import EngineStats
 from protos.validation import shown
-from runtime.frontend.outputs import Decode, OutputCollector, no_text
-from runtime.text.prompts import Prompt, as_prompts
+from runtime.frontend.outputs import OutputCollector, decoder
+from runtime.text.prompts import Prompt, adds_special_tokens, as_prompts, check_unused
 from runtime.text.sampling_defaults import default_max_tokens, sampling_defaults
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class LLM:
         self._preprocessor = self._engine.preprocessor
         self._names = map(str, itertools.count())
         self._arrived: dict[str, list[TokenOutput]] = {}  # outputs by running request, not yet read by its caller
-        self._decode = _decoder(self._engine.tokenizer)
+        self._decode = decoder(self._engine.tokenizer)
 
     def generate(
         self,
@@ -75,7 +74,8 @@ class LLM:
         *,
         use_tqdm: Progress = True,
         lora_request: None = None,
-        priority: None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt and return the results in the prompts' order.
 
@@ -84,18 +84,21 @@ class LLM:
             sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
             use_tqdm: whether to show a progress bar, or a function that makes one.
             lora_request: as in vLLM; must be None.
-            priority: as in vLLM; must be None.
+            priority: as in vLLM; must be None or zeros.
+            tokenization_kwargs: as in vLLM, `add_special_tokens` alone; default True.
 
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; nothing was scheduled.
             EngineDeadError, NoRoomError: the engine failed; or lost its targets and finds no room, but may later.
         """
-        _reject_unsupported(lora_request=lora_request, priority=priority)
-        if isinstance(prompts, list | tuple) and not prompts:
+        single = [] if isinstance(prompts, list | tuple) and not prompts else as_prompts(prompts)
+        check_unused(lora_request, priority, len(single))
+        adds = adds_special_tokens(tokenization_kwargs, default=True)
+        if not single:
             return []
-        single = as_prompts(prompts)
         params = self._params_per_prompt(sampling_params, len(single))
-        encoded = [self._preprocessor.encode(one, some) for one, some in zip(single, params, strict=True)]
+        encode = self._preprocessor.encode
+        encoded = [encode(one, some, add_special_tokens=adds) for one, some in zip(single, params, strict=True)]
         return self._complete(encoded, params, use_tqdm)
 
     def chat(
@@ -110,13 +113,17 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered by the model's chat template or by *chat_template*.
 
         Raises:
             InvalidRequestError: there is no template, or a message or parameter is invalid.
         """
-        _reject_unsupported(lora_request=lora_request)
+        check_unused(lora_request)
+        if adds_special_tokens(tokenization_kwargs, default=False):
+            wrong = "tokenization_kwargs: add_special_tokens must be False: the template has them, got True"
+            raise InvalidRequestError(wrong, "tokenization_kwargs")
         is_one = not messages or isinstance(messages, str) or isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else list(messages)
         params = self._params_per_prompt(sampling_params, len(conversations))
@@ -284,16 +291,3 @@ class _ProgressBar:
         seconds = max(time.monotonic() - self._started, 1e-9)
         self._bar.set_postfix_str(f"{self._num_tokens / seconds:.1f} tokens/s", refresh=False)
         self._bar.update(1)
-
-
-def _decoder(tokenizer: Any) -> Decode:
-    """Return a cached function from token id to text: log-probabilities repeat the same tokens."""
-    if tokenizer is None:
-        return no_text
-    return functools.lru_cache(maxsize=65536)(lambda token_id: str(tokenizer.decode([token_id])))
-
-
-def _reject_unsupported(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise InvalidRequestError(f"{name} is not supported", name)

@@ -1,5 +1,6 @@
 """`SamplingParams` and `StructuredOutputsParams`: the options of one request, under vLLM's names."""
 
+import copy
 import json
 from typing import Annotated, Any
 
@@ -218,3 +219,7 @@ class SamplingParams:
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0")
         return self
+
+    def clone(self) -> "SamplingParams":
+        """Return a copy, as vLLM's code calls it. Nothing can be changed in either."""
+        return copy.copy(self)

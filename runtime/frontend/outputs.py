@@ -1,7 +1,9 @@
 """Collects the outputs of steps into `RequestOutput`s."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from protos.messages import Request, SpeculationStats, TokenLogprobs, TokenOutput
 from protos.outputs import (
@@ -20,6 +22,13 @@ Decode = Callable[[int], str | None]
 
 def no_text(token_id: int) -> None:
     """The `Decode` of engines without a tokenizer."""
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """Return a cached function from token id to text: log-probabilities repeat the same tokens."""
+    if tokenizer is None:
+        return no_text
+    return functools.lru_cache(maxsize=65536)(lambda token_id: str(tokenizer.decode([token_id])))
 
 
 def position_logprobs(entry: TokenLogprobs, decode: Decode) -> PositionLogprobs:

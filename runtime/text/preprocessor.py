@@ -90,20 +90,22 @@ class Preprocessor:
             for sample in range(params.n)
         ]
 
-    def encode(self, prompt: Any, params: SamplingParams | None = None) -> Prompt:
+    def encode(self, prompt: Any, params: SamplingParams | None = None, *, add_special_tokens: bool = True) -> Prompt:
         """Tokenise, check and truncate one prompt."""
         params = params or SamplingParams()
         if isinstance(prompt, Mapping):
-            return self._encode_dict(prompt, params)
+            return self._encode_dict(prompt, params, add_special_tokens)
         if isinstance(prompt, str):
-            token_ids = self.tokenize(prompt, is_truncated=params.truncate_prompt_tokens is not None)
+            is_truncated = params.truncate_prompt_tokens is not None
+            token_ids = self.tokenize(prompt, is_truncated=is_truncated, add_special_tokens=add_special_tokens)
             return Prompt(prompt, self._fit(token_ids, params))
         return Prompt(None, self._fit(self.check_ids(prompt, "prompt"), params))
 
-    def _encode_dict(self, prompt: Mapping[str, Any], params: SamplingParams) -> Prompt:
+    def _encode_dict(self, prompt: Mapping[str, Any], params: SamplingParams, add_special_tokens: bool) -> Prompt:
         given = check_prompt_dict(prompt)
         text, token_ids, salt = given.get("prompt"), given.get("prompt_token_ids"), str(given.get("cache_salt", ""))
-        encoded = self.encode(text if token_ids is None else list(token_ids), params)
+        content = text if token_ids is None else list(token_ids)
+        encoded = self.encode(content, params, add_special_tokens=add_special_tokens)
         if salt:
             check_text(salt, "cache_salt")
         return Prompt(text if isinstance(text, str) else None, encoded.token_ids, salt)

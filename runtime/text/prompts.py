@@ -1,6 +1,6 @@
-"""Tokenised prompts, prompts given as a dict, and several prompts."""
+"""Tokenised prompts, prompts given as a dict, several prompts, and what vLLM's `LLM` takes beside them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -51,3 +51,38 @@ def as_prompts(prompts: object) -> list[Any]:
     if not prompts:
         raise InvalidRequestError("prompt must not be empty, got an empty list", "prompt")
     return [prompts] if isinstance(prompts[0], int) else list(prompts)
+
+
+def check_unused(lora_request: object, priority: Sequence[int] | None = None, num_prompts: int = 0) -> None:
+    """Refuse an adapter, and a priority of one of *num_prompts* prompts other than 0, which all have.
+
+    Raises:
+        InvalidRequestError: names what is not supported.
+    """
+    if lora_request is not None:
+        raise InvalidRequestError("lora_request is not supported", "lora_request")
+    if priority is None:
+        return
+    if not isinstance(priority, list | tuple) or len(priority) != num_prompts:
+        raise InvalidRequestError(
+            f"priority must have {num_prompts} entries, as prompts, got {shown(priority)}", "priority"
+        )
+    if any(priority):
+        raise InvalidRequestError(f"priority must be 0: prompts are served in order, got {shown(priority)}", "priority")
+
+
+def adds_special_tokens(tokenization_kwargs: Mapping[str, Any] | None, *, default: bool) -> bool:
+    """Return the one of vLLM's `tokenization_kwargs` that is taken here. Raises `InvalidRequestError` for others."""
+    given = {key: value for key, value in (tokenization_kwargs or {}).items() if value is not None}
+    adds = given.pop("add_special_tokens", default)
+    if given:
+        raise InvalidRequestError(
+            f"tokenization_kwargs may have add_special_tokens, got {', '.join(map(repr, given))}; to truncate prompts, "
+            "set truncate_prompt_tokens in SamplingParams",
+            "tokenization_kwargs",
+        )
+    if not isinstance(adds, bool):
+        raise InvalidRequestError(
+            f"tokenization_kwargs: add_special_tokens must be true or false, got {shown(adds)}", "tokenization_kwargs"
+        )
+    return adds

@@ -65,8 +65,10 @@ def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.get_tokenizer()(PROMPTS[0]).input_ids
     forms = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}]
     answers = llm.generate(forms, GREEDY, use_tqdm=False) + llm.generate(ids, GREEDY, use_tqdm=False)
+    bare = {"add_special_tokens": False}
+    answers += llm.generate(forms[:1], GREEDY, use_tqdm=False, priority=[0], tokenization_kwargs=bare)  # has none
     assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
-    assert [answer.prompt for answer in answers] == [PROMPTS[0], PROMPTS[0], None, None]
+    assert [answer.prompt for answer in answers] == [PROMPTS[0], PROMPTS[0], None, None, PROMPTS[0]]
 
 
 def test_parameters_for_each_prompt_and_several_samples(llm: LLM) -> None:
@@ -122,6 +124,8 @@ def test_chat_answers_the_rendered_conversation(llm: LLM) -> None:
     assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
     with pytest.raises(InvalidRequestError, match="messages must be a list with at least one, got 'hi'"):
         llm.chat("hi", GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="add_special_tokens must be False: the template has them, got True"):
+        llm.chat(messages, GREEDY, tokenization_kwargs={"add_special_tokens": True})
 
 
 def test_a_stream_adds_up_and_may_be_left(llm: LLM, reference: list[list[int]]) -> None:

@@ -149,3 +149,10 @@ def test_log_probabilities_alone_may_be_switched_on_as_in_vllm() -> None:
     params = SamplingParams(logprobs=True, prompt_logprobs=True)
     assert (params.logprobs, params.prompt_logprobs) == (1, 1)
     assert type(params.logprobs) is int
+
+
+def test_a_clone_is_equal() -> None:
+    params = SamplingParams(n=2, stop="x", logit_bias={3: 1.0})
+    copied = params.clone()
+    assert copied == params
+    assert copied is not params

@@ -67,7 +67,9 @@ def test_lines_of_prompts_are_what_generate_and_bench_serve_read(tmp_path: Path)
     logged = {"prompt_token_ids": [5, 6], "prompt": "ab", "output": "c", "output_token_ids": [7]}
     unasked = {"turns": [], "prompt": "y"}
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    lines = written(tmp_path / "mine.jsonl", "def f(", {"prompt": "x", "category": "code"}, {"messages": talk}, logged, unasked)
+    lines = written(
+        tmp_path / "mine.jsonl", "def f(", {"prompt": "x", "category": "code"}, {"messages": talk}, logged, unasked
+    )
     assert read_questions(lines, 80, 2) == [
         Question(f"{lines}:1", "mine", ("def f(",), is_chat=False),
         Question(f"{lines}:2", "code", ("x",), is_chat=False),

@@ -10,7 +10,7 @@ from protos.errors import InvalidRequestError
 from protos.sampling import SamplingParams
 from protos.seeds import mix_seed
 from runtime.text.preprocessor import Preprocessor
-from runtime.text.prompts import as_prompts
+from runtime.text.prompts import adds_special_tokens, as_prompts, check_unused
 
 EOS = 1
 VOCAB = 340
@@ -41,6 +41,32 @@ def test_every_form_of_prompt(preprocessor: Preprocessor, prompts: object, count
     assert len(single) == count
     for prompt in single:
         assert preprocessor.requests(prompt, SamplingParams(), "r")[0].prompt_token_ids
+
+
+def test_special_tokens_may_be_left_out_of_text(preprocessor: Preprocessor, folder: Path) -> None:
+    plain = AutoTokenizer.from_pretrained(folder)("hello", add_special_tokens=False).input_ids
+    for prompt in ("hello", {"prompt": "hello"}):
+        assert list(preprocessor.encode(prompt, add_special_tokens=False).token_ids) == plain
+        assert list(preprocessor.encode(prompt).token_ids) == [0, *plain]
+
+
+@pytest.mark.parametrize(
+    ("given", "adds"), [(None, True), ({}, True), ({"add_special_tokens": False, "max_length": None}, False)]
+)
+def test_tokenization_kwargs(given: dict[str, object] | None, adds: bool) -> None:
+    assert adds_special_tokens(given, default=True) == adds
+
+
+def test_what_vllms_llm_takes_and_is_not_done_here_is_refused() -> None:
+    for given, says in [({"max_length": 5}, "got 'max_length'"), ({"add_special_tokens": 1}, "true or false, got 1")]:
+        with pytest.raises(InvalidRequestError, match=says):
+            adds_special_tokens(given, default=True)
+    check_unused(None, [0, 0], 2)
+    for priority, says in [([0], "must have 2 entries, as prompts, got"), ([0, 3], "must be 0: prompts are served in")]:
+        with pytest.raises(InvalidRequestError, match=f"priority {says}"):
+            check_unused(None, priority, 2)
+    with pytest.raises(InvalidRequestError, match="lora_request is not supported"):
+        check_unused(object())
 
 
 def test_samples_have_their_own_seeds_and_names(preprocessor: Preprocessor) -> None:
