@@ -1,5 +1,6 @@
 """The streams that are being read, and their requests."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from protos.errors import InvalidRequestError, SlipstreamError, SlowReaderError
@@ -28,6 +29,7 @@ class OpenStreams:
         self._reading = reading
         self._metrics = metrics
         self._streams: dict[str, StreamQueue] = {}  # by request id
+        self._aborted: Counter[str] = Counter()  # by request id, how many last outputs are still to come
         self._has_ended = False
 
     def __len__(self) -> int:
@@ -55,6 +57,8 @@ class OpenStreams:
 
     def add(self, output: TokenOutput) -> None:
         """Add *output* to its stream; ignore it if the request was aborted. Fails a stream that is read too slowly."""
+        if self._is_of_aborted(output):
+            return
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
@@ -68,6 +72,13 @@ class OpenStreams:
             stream.put(output)
         except SlowReaderError as error:
             self.fail(stream, error)
+
+    def _is_of_aborted(self, output: TokenOutput) -> bool:
+        """Whether *output* is of an aborted request, whose id another one may have by now. Those come first."""
+        is_aborted = output.request_id in self._aborted
+        if is_aborted and output.finish_reason is not None:
+            self._aborted -= Counter([output.request_id])
+        return is_aborted
 
     def fail(self, stream: StreamQueue, error: SlipstreamError) -> None:
         """Abort the unfinished requests of *stream* now; its reader gets *error* after what is queued."""
@@ -90,6 +101,7 @@ class OpenStreams:
             if self._metrics:
                 self._metrics.aborted(name)
         if names and not self._has_ended:
+            self._aborted.update(names)
             self._channel.send(Commands(aborts=tuple(names)))
 
     def end(self, error: SlipstreamError) -> None:

@@ -94,6 +94,21 @@ def test_a_closed_stream_is_aborted_and_its_blocks_freed() -> None:
     run(check())
 
 
+@pytest.mark.parametrize("make", [local_engine, process_engine], ids=["thread", "process"])
+def test_an_id_may_be_used_again_at_once(make: Callable[[], AsyncEngine]) -> None:
+    """Outputs of the aborted request are on their way when the next one begins."""
+
+    async def check() -> None:
+        async with started(make()) as engine:
+            for number in range(10):
+                stream = engine.generate("endless", SamplingParams(max_tokens=400), "same")
+                await anext(stream)
+                await stream.aclose()
+                assert await text_of(engine, f"next {number}", "same") == expected(f"next {number}", 8)
+
+    run(check())
+
+
 def test_a_cancelled_waiter_is_aborted() -> None:
     async def check() -> None:
         async with started(local_engine(max_model_len=LONG)) as engine:
