@@ -145,6 +145,7 @@ def make_preprocessor(config: EngineConfig, info: WorkerInfo, tokenizer: Any) ->
         seed=config.seed,
         mixes_seeds=config.mixes_seeds,
         default_max_tokens=default_max_tokens(config.model),
+        max_logprobs=config.model.max_logprobs,
     )
 
 

@@ -11,7 +11,6 @@ from protos.errors import InvalidRequestError, request_error
 from protos.validation import shown, typed
 
 MAX_N = 128
-MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 GREEDY_BELOW = 1e-5
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -171,13 +170,13 @@ class SamplingParams:
     """Sampling options of one request, under vLLM's names; all are validated here.
 
     Sequences may be given as lists, a single string, or None; they are stored as tuples. `top_k` -1 and 0 mean off,
-    `temperature` 0 (and below 1e-5) greedy. `seed` is a uint64; without one, or with -1, it is random.
-    `max_tokens` None means up to the end of the context. `logprobs` and `prompt_logprobs` are the number of most likely
-    tokens returned in addition to the sampled one, -1 for the whole vocabulary. `truncate_prompt_tokens` keeps the
-    prompt's last tokens, -1 as many as fit. `prediction` is the expected answer, text or token ids: where a method is
-    model-free, it is drafted from first; it changes no token. `spaces_between_special_tokens` is accepted and has no
-    effect. `structured_outputs` constrains the format of the answer; a dictionary of its fields will do. To change one
-    option: `dataclasses.replace(params, temperature=0.0)`.
+    `temperature` 0 (and below 1e-5) greedy. `seed` is a uint64; without one, or with -1, it is random. `max_tokens`
+    None means up to the end of the context. `logprobs` and `prompt_logprobs` are the number of most likely tokens
+    returned in addition to the sampled one, -1 for the whole vocabulary, up to the engine's `max_logprobs`.
+    `truncate_prompt_tokens` keeps the prompt's last tokens, -1 as many as fit. `prediction` is the expected answer,
+    text or token ids: where a method is model-free, it is drafted from first; it changes no token.
+    `spaces_between_special_tokens` is accepted and has no effect. `structured_outputs` constrains the format of the
+    answer; a dictionary of its fields will do. To change one option: `dataclasses.replace(params, temperature=0.0)`.
 
     Raises:
         InvalidRequestError: names the value and the limit; `param` is the argument.
@@ -199,8 +198,8 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = Field(default=16, ge=1, le=MAX_COUNT)
     min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
-    logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
-    prompt_logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
+    prompt_logprobs: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

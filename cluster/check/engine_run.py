@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -51,7 +51,7 @@ class EngineRun:
     """
 
     def __init__(self, config: EngineConfig, report: ProgressCallback) -> None:
-        self._engine = make_engine(config, report)
+        self._engine = make_engine(replace(config, model=replace(config.model, max_logprobs=-1)), report)
         self._num_requests = 0
         self.dtype = self._engine.info.dtype
 

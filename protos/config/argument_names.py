@@ -45,6 +45,7 @@ KEPT = (
     Option("device", "model", "device", "auto, cpu or cuda"),
     Option("num_threads", "model", "num_threads", "CPU threads"),
     Option("generation_config", "model", "generation_config", "sampling defaults: auto (the model's), vllm, a folder"),
+    Option("max_logprobs", "model", "max_logprobs", "log-probabilities a request may have at a position; -1: no limit"),
     Option("block_size", "cache", "block_size", "tokens in a block of the KV cache"),
     Option("num_gpu_blocks_override", "cache", "num_blocks", "blocks of the KV cache, instead of measuring memory"),
     Option("kv_cache_memory_bytes", "cache", "memory_bytes", "bytes of the KV cache, instead of measuring memory"),
@@ -99,7 +100,7 @@ ALIASES = {
 IGNORED = frozenset({
     "swap_space", "cpu_offload_gb", "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size",
     "max_seq_len_to_capture", "num_scheduler_steps", "max_parallel_loading_workers", "optimization_level",
-    "attention_backend", "attention_config", "max_logprobs", "max_num_partial_prefills", "max_long_partial_prefills",
+    "attention_backend", "attention_config", "max_num_partial_prefills", "max_long_partial_prefills",
     "long_prefill_token_threshold", "num_lookahead_slots", "scheduling_policy", "num_gpu_blocks", "gpu_id",
     "prefix_caching_hash_algo", "hf_token", "code_revision", "config_format", "tokenizer_mode",
     "tokenizer_pool_size", "ray_workers_use_nsight", "kv_events_config", "observability_config",

@@ -35,6 +35,8 @@ GROWN = frozenset({"eagle", "eagle3", "mtp", "draft_model", "self_window"})
 """Methods that draft dynamic trees (EAGLE-2)."""
 MOSTLY_CHAINS = ONLY_CHAINS | GROWN | {"suffix"}
 """Methods that draft trees only where the configuration has a shape with branches."""
+MAX_LOGPROBS = 20
+"""The default of `max_logprobs`."""
 PolicyName = Literal["adaptive", "bandit", "threshold", "schedule", "fixed"]
 LogFormat = Literal["text", "json"]
 
@@ -51,6 +53,7 @@ class ModelConfig:
     each token and head.
     `quantization`: quantise the weights while they are loaded (int8, int4, fp8), or the method by which the checkpoint
     states to be quantised; None: as the checkpoint states.
+    `max_logprobs`: log-probabilities that a request may have at a position; -1: no limit.
     `skip_self_check`: serve the target without comparing it with `transformers` on a few tokens.
     """
 
@@ -71,6 +74,7 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = Field(default=None, gt=0)
     generation_config: str = "auto"
+    max_logprobs: int = Field(default=MAX_LOGPROBS, ge=-1)
 
 
 @typed(config_error)

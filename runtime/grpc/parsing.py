@@ -6,7 +6,7 @@ from typing import Any
 
 from protos import slipstream_v1_pb2 as pb
 from protos.errors import InvalidRequestError
-from protos.sampling import MAX_LOGPROBS, SamplingParams
+from protos.sampling import SamplingParams
 from protos.validation import shown
 from runtime.frontend.speculation_override import SpeculationOverride
 from runtime.http.server.limits import REQUEST_ID
@@ -67,7 +67,7 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
     values = {**defaults, **_fields(message)}
     for name in ("logprobs", "prompt_logprobs"):
         if message.HasField(name) and values[name] < 0:  # the whole vocabulary at every position would be too large
-            raise InvalidRequestError(f"{name} must be 0 to {MAX_LOGPROBS}, got {values[name]}", name)
+            raise InvalidRequestError(f"{name} must be at least 0, got {values[name]}", name)
     return SamplingParams(**values)
 
 

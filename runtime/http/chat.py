@@ -200,7 +200,7 @@ def _as_given(params: SamplingParams, num_prompt: int) -> SamplingParams:
 @contextlib.contextmanager
 def _named_as_sent(body: ChatCompletionRequest) -> Iterator[None]:
     """Name the fields of a conversation in errors about the prompt and the limit that they became."""
-    names = {"prompt": "messages"}
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     try:
@@ -209,7 +209,7 @@ def _named_as_sent(body: ChatCompletionRequest) -> Iterator[None]:
         if error.param not in names:
             raise
         text = str(error)
-        if error.param == "max_tokens":
+        if error.param != "prompt":
             text = text.replace(error.param, names[error.param], 1)
         raise type(error)(text, names[error.param]) from None
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from protos.errors import InvalidRequestError
-from protos.sampling import MAX_COUNT, MAX_LOGPROBS, SamplingParams, check_range
+from protos.sampling import MAX_COUNT, SamplingParams, check_range
 from runtime.frontend.speculation_override import SpeculationOverride
 from runtime.http.fields.structured import StructuredFields
 from runtime.http.fields.template import TemplateFields
@@ -191,7 +191,7 @@ class GenerationRequest(RequestBody, StructuredFields, SamplingFields):
             raise InvalidRequestError(f"best_of is not supported, got {self.best_of}: use n", "best_of")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs are not available with stream=true", "prompt_logprobs")
-        check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_COUNT)
 
 
 class CompletionRequest(GenerationRequest):
@@ -263,7 +263,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
         """Return the sampling parameters; without a limit, up to the end of the context."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", "top_logprobs")
-        check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+        check_range("top_logprobs", self.top_logprobs, 0, MAX_COUNT)
         check_range("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT)
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling(defaults, logprobs=self.num_logprobs, max_tokens=limit)

@@ -1,4 +1,4 @@
-"""Token sequences of `bad_words`, and the set of allowed tokens: its packed form, and whether it leaves a choice."""
+"""What sampling parameters mean in a vocabulary: `bad_words`, allowed tokens, and numbers of log-probabilities."""
 
 from collections.abc import Sequence
 
@@ -52,6 +52,18 @@ def check_allowed(allowed: TokenIds, bad_words: Sequence[TokenIds], stop_ids: To
             "min_tokens",
             "allowed_token_ids",
         )
+
+
+def num_logprobs(requested: int, vocab_size: int, limit: int, param: str) -> int:
+    """Return how many log-probabilities *param* requests; -1 are those of the whole vocabulary.
+
+    Raises:
+        InvalidRequestError: they are more than *limit*, which -1 lifts.
+    """
+    if -1 < limit < (vocab_size if requested == -1 else requested):
+        all_of_them = f", all {vocab_size}" if requested == -1 else ""
+        raise InvalidRequestError(f"{param} must be at most {limit}, got {requested}{all_of_them}", param)
+    return vocab_size if requested == -1 else min(requested, vocab_size)
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from protos.config.engine import MAX_LOGPROBS
 from protos.errors import ContextLengthError, InvalidRequestError
 from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from protos.seeds import MASK, mix, mix_seed
 from protos.validation import shown
-from runtime.text.bad_words import bad_word_ids, check_allowed, check_number, pack_ids
+from runtime.text.bad_words import bad_word_ids, check_allowed, check_number, num_logprobs, pack_ids
 from runtime.text.chat import render_chat
 from runtime.text.grammar_validator import GrammarChecker
 from runtime.text.prompts import Prompt, check_prompt_dict
@@ -42,6 +43,7 @@ class Preprocessor:
         seed: makes the drawn seeds reproducible.
         mixes_seeds: see `EngineConfig`.
         default_max_tokens: limit of answers without `max_tokens`; None for the end of the context.
+        max_logprobs: see `ModelConfig`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Preprocessor:
         seed: int | None = None,
         mixes_seeds: bool = False,
         default_max_tokens: int | None = None,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -62,7 +65,7 @@ class Preprocessor:
         self._capacity = capacity
         self._eos_ids = tuple(eos_ids)
         self._random, self._mixes_seeds = random.Random(seed), mixes_seeds
-        self._default_max_tokens = default_max_tokens
+        self._default_max_tokens, self._max_logprobs = default_max_tokens, max_logprobs
         self.grammars = GrammarChecker(tokenizer, vocab_size, eos_ids)
 
     def requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[Request]:
@@ -240,19 +243,16 @@ class Preprocessor:
             bad_words=bad_words,
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,
-            logprobs=self._num_logprobs(params.logprobs),
-            prompt_logprobs=self._num_logprobs(params.prompt_logprobs),
+            logprobs=self._num_logprobs(params.logprobs, "logprobs"),
+            prompt_logprobs=self._num_logprobs(params.prompt_logprobs, "prompt_logprobs"),
             grammar=self.grammars.resolve(structured) if structured else None,
         )
 
     def _known_ids(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         return self.check_ids(token_ids, param) if token_ids else ()
 
-    def _num_logprobs(self, requested: int | None) -> int | None:
-        """Return the number of log-probabilities; -1 requests the whole vocabulary."""
-        if requested is None:
-            return None
-        return self.vocab_size if requested == -1 else min(requested, self.vocab_size)
+    def _num_logprobs(self, requested: int | None, param: str) -> int | None:
+        return None if requested is None else num_logprobs(requested, self.vocab_size, self._max_logprobs, param)
 
     def chat(self, messages: object, params: SamplingParams | None = None, **options: Any) -> Prompt:
         """Render *messages* by the chat template and tokenise the result; options as for `render_chat`."""

@@ -37,6 +37,7 @@ def engine(request: pytest.FixtureRequest, target: Path) -> Iterator[LLM]:
         num_threads=1,
         seed=0,
         max_num_seqs=64,
+        max_logprobs=-1,
     )
     yield made
     made.shutdown()

@@ -100,7 +100,7 @@ def test_no_two_requests_share_a_seed_where_seeds_are_mixed(tokenizer: PreTraine
 
 def test_parameters_are_resolved(preprocessor: Preprocessor, tokenizer: PreTrainedTokenizerFast) -> None:
     params = SamplingParams(
-        logprobs=-1,
+        logprobs=20,
         prompt_logprobs=5,
         top_k=10**6,
         min_tokens=2,
@@ -111,12 +111,31 @@ def test_parameters_are_resolved(preprocessor: Preprocessor, tokenizer: PreTrain
     )
     (request,) = preprocessor.requests([5, 6], params, "r")
     sampling = request.sampling
-    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.top_k) == (VOCAB, 5, 0)
+    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.top_k) == (20, 5, 0)
     assert (sampling.stop_ids, request.eos_ids, sampling.min_tokens) == ((9, EOS), (EOS,), 2)
     assert (sampling.allowed_ids, sampling.logit_bias) == (bytes([1 << 4 | 1 << 5]), {3: 1.0})
     assert request.max_tokens == 62
     (blind,) = preprocessor.requests([5, 6], SamplingParams(ignore_eos=True), "r")
     assert (blind.eos_ids, blind.sampling.stop_ids) == ((), ())
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(
+    ("limit", "requested", "found"),
+    [(20, 20, 20), (20, 21, "20, got 21$"), (20, -1, f"20, got -1, all {VOCAB}$"), (0, 0, 0), (0, 1, "0, got 1$"),
+     (-1, 10**6, VOCAB), (-1, -1, VOCAB), (VOCAB, -1, VOCAB)],
+)  # fmt: skip
+def test_the_number_of_logprobs_is_limited(
+    tokenizer: PreTrainedTokenizerFast, name: str, limit: int, requested: int, found: int | str
+) -> None:
+    made = Preprocessor(tokenizer, vocab_size=VOCAB, max_model_len=64, capacity=64, max_logprobs=limit)
+    params = SamplingParams(**{name: requested})
+    if isinstance(found, int):
+        assert getattr(made.requests([5], params, "r")[0].sampling, name) == found
+        return
+    with pytest.raises(InvalidRequestError, match=f"^{name} must be at most {found}") as caught:
+        made.requests([5], params, "r")
+    assert caught.value.param == name
 
 
 def test_bad_words_are_spelt_at_the_start_and_inside_a_text(
