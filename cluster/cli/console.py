@@ -46,10 +46,12 @@ def show_warnings() -> None:
 
 @contextmanager
 def progress_bar(text: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr, unless that is a file; yield what advances it by one."""
+    """Show a bar on stderr, or *text* and *total* alone if that is a file; yield what advances it by one."""
     from tqdm import tqdm  # noqa: PLC0415 - only where a bar is shown
 
     is_hidden = not (ERR.is_terminal or ERR.is_dumb_terminal)
+    if is_hidden:
+        show_progress(f"{text}: {total} to do")
     with tqdm(total=total, desc=text, dynamic_ncols=True, disable=is_hidden) as bar:
 
         def advance() -> None:

@@ -180,7 +180,7 @@ def replayed(
     with_target: bool,
 ) -> Replay:
     """Replay one draft behind a progress bar; *say* gets a line for each stage of loading."""
-    with progress_bar(f"{name}, K = {_most_tokens(config)}", sum(map(len, datasets))) as tick:
+    with progress_bar(f"replaying {name}, K = {_most_tokens(config)}", sum(map(len, datasets))) as tick:
         return replay(name, config, datasets, say, tick, with_target=with_target)
 
 

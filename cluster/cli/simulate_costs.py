@@ -65,7 +65,7 @@ def measure_costs(replays: Sequence[Replay], config: EngineConfig, batch_sizes: 
     drafts = {draft_key(each.speculative): each.speculative for each in replays}
     scheduler = replace(config.scheduler, max_num_seqs=max(what.rows))
     configs = [replace(config, speculative=each, scheduler=scheduler) for each in drafts.values()]
-    with progress_bar("costs", num_measurements(len(configs), what)) as tick:
+    with progress_bar("measuring costs", num_measurements(len(configs), what)) as tick:
         return measure(configs, what, show_progress, tick)
 
 

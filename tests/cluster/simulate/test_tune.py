@@ -91,7 +91,9 @@ def test_the_command_prints_a_configuration_that_the_engine_accepts(
 ) -> None:
     path, served, deployed = tmp_path / "speculative.json", tmp_path / "serve.yaml", tmp_path / "deploy.yaml"
     tune(tmp_path, "--output", str(path), "--serve-config", str(served), "--ray-serve-config", str(deployed))
-    shown = capsys.readouterr().out
+    shown, progress = capsys.readouterr()
+    for k in (1, 2):
+        assert f"replaying tiny, K = {k}: 2 to do\n" in progress
     for word in ("tiny", "ngram", "suffix", "batch size 2: ", "larger batches were not measured: as at 2"):
         assert word in shown
     found = json.loads(path.read_text())
