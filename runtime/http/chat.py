@@ -225,9 +225,11 @@ async def prepare_chat(
     """
     model = context.model_name(body.model)
     use = body.tool_use(context.options.tools)
-    params = use.constrained(body.chat_sampling(context.options.sampling_defaults))
+    with body.structured_as_sent():
+        sampling = body.chat_sampling(context.options.sampling_defaults)
+    params = use.constrained(sampling)
     options = body.template_options | use.template_options
-    with use.error_context(), _named_as_sent(body):
+    with body.structured_as_sent(), use.error_context(), _named_as_sent(body):
         prompt = await context.engine.render_chat(body.messages, params, **options)
         requests = await context.engine.prepare(prompt, fit(params, len(prompt.token_ids)), request_id)
     return Conversation(request_id, model, context.with_options(requests, body), use)

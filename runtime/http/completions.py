@@ -94,13 +94,16 @@ async def completion_job(context: RouteContext, body: CompletionRequest) -> Comp
     """
     model = context.model_name(body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    prompts, params = body.prompts(), body.completion_sampling(context.options.sampling_defaults)
+    prompts = body.prompts()
+    with body.structured_as_sent():
+        params = body.completion_sampling(context.options.sampling_defaults)
     context.engine.check_open(len(prompts) * params.n)  # before any of them is tokenised
     groups: list[list[Request]] = []
     choices: list[Choice] = []
     for index, prompt in enumerate(prompts):
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        groups.append(context.with_options(await context.engine.prepare(prompt, params, name), body))
+        with body.structured_as_sent():
+            groups.append(context.with_options(await context.engine.prepare(prompt, params, name), body))
         echoed = _echoed(prompt, groups[-1][0], context.texts) if body.echo else ""
         choices += [
             CompletionWriter(len(choices) + j, each, body, context.texts, echoed) for j, each in enumerate(groups[-1])

@@ -146,3 +146,14 @@ def test_parameters_of_another_type_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="parameters of f must be of type object, got 'string'") as caught:
         calling(function("f", {"type": "string"}))
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "name", ['a"b', "a\\b", '\\"', "a/b", "tab\there", "line\nline", "nul\x01", "\x7f", "é", "漢", "\U0001f600", ""]
+)
+def test_names_are_those_of_the_schema_however_they_are_written(name: str) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "integer"}}, "additionalProperties": {"type": "boolean"}}
+    params = StructuredOutputsParams(json=schema)
+    assert accepts(params, json.dumps({name: 1}, ensure_ascii=False))
+    assert not accepts(params, json.dumps({name: True}, ensure_ascii=False))
+    assert accepts(params, '{"z": true}')

@@ -1,5 +1,7 @@
 """The fields that request structured output: OpenAI's, vLLM's, and vLLM's deprecated ones."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -7,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from protos.errors import InvalidRequestError
 
 STRICT = ConfigDict(extra="forbid", strict=True)
-GUIDED = "guided_"
+GUIDED, PARAM = "guided_", "structured_outputs"
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 
 
@@ -71,3 +73,14 @@ class StructuredFields(BaseModel):
                 "response_format" if formatted is not None else "structured_outputs",
             )
         return given[0] if given else None
+
+    @contextlib.contextmanager
+    def structured_as_sent(self) -> Iterator[None]:
+        """Name the field that the request has in errors about its structured output."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            name = next((name for name in StructuredFields.model_fields if getattr(self, name) is not None), PARAM)
+            if error.param != PARAM or name == PARAM:
+                raise
+            raise InvalidRequestError(str(error).replace(PARAM, name, 1), name) from None

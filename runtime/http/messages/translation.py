@@ -9,7 +9,11 @@ from runtime.http.messages.conversation import chat_messages, is_prefilled
 from runtime.http.messages.schemas import CountTokensRequest, MessagesRequest
 from runtime.http.schemas import ChatCompletionRequest, SamplingFields
 
-NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config.format"}
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "structured_outputs": "output_config.format",
+}
 """Fields of this API, by the names that errors of the chat path give them."""
 
 

@@ -53,6 +53,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "prediction": {"type": "content", "content": 5}}, "prediction", "prediction['content'] must be"),
     ({"prompt": "x", "per_request_spec_decode_metrics": "all"}, "per_request_spec_decode_metrics", "'detailed'"),
     ({"prompt": ["x"] * 2000}, "prompt", "at most 1024"),
+    ({"prompt": "x", "structured_outputs": {"regex": "["}}, "structured_outputs", "structured_outputs: "),
+    ({"prompt": "x", "guided_choice": [""]}, "guided_choice", "guided_choice: choice must not hold an empty text"),
+    (
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [2**60 + 1]}}}},
+        "response_format",
+        "response_format: json has the integer",
+    ),
 ]
 
 
