@@ -18,6 +18,7 @@ from protos.messages import Request, StepCosts, WorkerInfo
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller, LocalInbox
 from runtime.core.scheduler import Scheduler
+from runtime.heap import freeze_heap
 from runtime.policy.base import Policy
 from runtime.policy.exploration import LookUp
 from runtime.policy.factory import make_policy
@@ -101,6 +102,15 @@ def build(
     look_up = None if scheduler.proposers is None else scheduler.proposers.look_up
     controller = Controller(scheduler, _policy(config, info.costs, look_up, report), executor, mailbox)
     return Assembled(config, controller, mailbox, executor, info, tokenizer)
+
+
+def build_controller(
+    config: EngineConfig, inbox: Inbox, report: ProgressCallback, make_executor: MakeExecutor | None = None
+) -> Controller:
+    """Return the controller that `build` makes, for a process that ends with it: what was loaded is never freed."""
+    controller = build(config, inbox, report, make_executor).controller
+    freeze_heap()
+    return controller
 
 
 def _with_speculation(info: WorkerInfo, speculative: SpeculativeConfig | None) -> WorkerInfo:

@@ -23,7 +23,6 @@ from runtime.frontend.channel import Report
 from runtime.frontend.controller_loop import serve_controller
 from runtime.frontend.controller_process import SocketInbox
 from runtime.frontend.silence import signs_of_life
-from runtime.heap import freeze_heap
 from runtime.metrics.logs import log_to_stderr
 from runtime.supervision.distributed_executor import DistributedExecutor
 
@@ -78,9 +77,7 @@ class ControllerActor(ActorBase):
             os._exit(1)  # the frontend must see a failure
 
     def _build(self, inbox: SocketInbox, report: ProgressCallback) -> Controller:
-        controller = assemble.build(self._config, inbox, report, self._make_executor).controller
-        freeze_heap()
-        return controller
+        return assemble.build_controller(self._config, inbox, report, self._make_executor)
 
     def _make_executor(self, config: EngineConfig, report: ProgressCallback) -> Executor:
         spares = Spares(self._placement, config.parallel.spare_workers, to_json(config))

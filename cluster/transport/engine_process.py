@@ -6,7 +6,6 @@ from protos.interfaces import Inbox
 from protos.progress import ProgressCallback
 from runtime.core.controller import Controller
 from runtime.frontend.controller_process import serve_child
-from runtime.heap import freeze_heap
 from runtime.metrics.logs import log_to_stderr
 
 
@@ -14,9 +13,7 @@ def build(config: str, inbox: Inbox, report: ProgressCallback) -> Controller:
     """Build the engine of *config*, JSON text, and return its controller."""
     parsed = from_json(config)
     log_to_stderr(parsed.log_format)
-    controller = assemble.build(parsed, inbox, report).controller
-    freeze_heap()
-    return controller
+    return assemble.build_controller(parsed, inbox, report)
 
 
 def main() -> None:

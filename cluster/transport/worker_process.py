@@ -13,6 +13,7 @@ import msgspec
 from cluster.transport.zmq_hub import ZmqPort
 from cluster.transport.zmq_sockets import Endpoint
 from protos.worker_messages import ToWorker, WorkerId
+from runtime.heap import freeze_heap
 from runtime.subprocess import at_parents_death
 from workers.process.heartbeat import HeartbeatThread
 
@@ -39,11 +40,16 @@ def run_worker(spec: WorkerSpec, *location: str) -> None:
 
 
 def _imported(spec: WorkerSpec, port: ZmqPort) -> Any:
-    """Import the worker's body, and with it torch; send heartbeats meanwhile to a controller that expects them."""
+    """Import the worker's body, and with it torch; send heartbeats meanwhile to a controller that expects them.
+
+    Nothing but modules is there by then. Models come later: they are freed where a group is rebuilt.
+    """
     if spec.receives:
         return resolve_name(spec.body)
     with HeartbeatThread(port, "importing"):
-        return resolve_name(spec.body)
+        body = resolve_name(spec.body)
+        freeze_heap()
+        return body
 
 
 def main() -> NoReturn:

@@ -45,6 +45,12 @@ def test_workers_report_where_they_are_and_stop_on_request(make: Callable[[str],
     assert until(group, Progress, Died) == [(DRAFT, Progress("goodbye")), (DRAFT, ended)]
 
 
+def test_modules_are_left_out_of_the_collections_of_workers(make: Callable[[str], ProcessWorkerGroup]) -> None:
+    group = make("tell_frozen")
+    group.start([DRAFT])
+    assert (DRAFT, Progress("True")) in until(group, Progress)
+
+
 @pytest.mark.parametrize(("body", "how"), [("leave", "exit code 3"), ("shoot_oneself", "signal SIGKILL")])
 def test_a_death_is_reported_within_a_second(make: Callable[[str], ProcessWorkerGroup], body: str, how: str) -> None:
     group = make(body)

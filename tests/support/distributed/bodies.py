@@ -1,5 +1,6 @@
 """Functions for worker processes, called with a port as `workers.process.main.serve` is."""
 
+import gc
 import os
 import signal
 import socket
@@ -32,6 +33,14 @@ def echo(port: Port, *place: str) -> None:
     while not isinstance(message := port.receive(None), Stop):
         port.send(Progress(type(message).__name__))
     port.send(Progress("goodbye"))
+
+
+def tell_frozen(port: Port, *place: str) -> None:
+    """Report whether this module and others are left out of collections; wait for `Stop`."""
+    del place
+    port.send(Progress(f"{gc.get_freeze_count() > 1000}"))
+    while not isinstance(port.receive(None), Stop):
+        pass
 
 
 def tell_devices(port: Port, *place: str) -> None:
