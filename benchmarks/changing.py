@@ -137,11 +137,13 @@ def main() -> None:
     parser.add_argument("--method", choices=list(METHODS), default="draft_model")
     parser.add_argument("--scenarios", nargs="+", choices=["load", "text"], default=["load", "text"])
     parser.add_argument("--sizes", nargs=3, type=int, default=[1, 64, 1], help="requests at once in each phase of load")
-    parser.add_argument("--batch", type=int, default=8, help="requests at once in the phases of text")
-    parser.add_argument("--waves", type=int, default=4, help="requests of a phase, for each that runs at once")
-    parser.add_argument("--tokens", type=int, default=64, help="of each request")
+    parser.add_argument("--batch", type=measure.COUNT, default=8, help="requests at once in the phases of text")
+    parser.add_argument(
+        "--waves", type=measure.COUNT, default=4, help="requests of a phase, for each that runs at once"
+    )
+    parser.add_argument("--tokens", type=measure.COUNT, default=64, help="of each request")
     parser.add_argument("--fixed", nargs="+", type=int, default=[1, 2, 3], help="fixed K to compare with")
-    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--blocks", type=measure.COUNT, default=6)
     parser.add_argument("--eager", action="store_true", help="compile no model")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -91,7 +91,7 @@ def _grown(before: EngineStats, after: EngineStats) -> tuple[int, int, int]:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="how often every prompt is answered")
+    parser.add_argument("--rounds", type=measure.COUNT, default=3, help="how often every prompt is answered")
     parser.add_argument("--thresholds", nargs="*", default=["0.2", AUTO])
     parser.add_argument("--eager", action="store_true", help="compile no model: enough for the counts")
     parser.set_defaults(limit=4)

@@ -145,8 +145,10 @@ def print_outside(shares: dict[str, float]) -> None:
 def arguments() -> argparse.Namespace:
     parser = measure.arguments(__doc__)
     parser.add_argument("--only", choices=("single", "concurrent", "outside_forward"), help="measure one part")
-    parser.add_argument("--repeat", type=int, default=1, help="times that each batch-1 prompt is measured")
-    parser.add_argument("--rounds", type=int, default=8, help="times that the concurrent requests are measured")
+    parser.add_argument("--repeat", type=measure.COUNT, default=1, help="times that each batch-1 prompt is measured")
+    parser.add_argument(
+        "--rounds", type=measure.COUNT, default=8, help="times that the concurrent requests are measured"
+    )
     return parser.parse_args()
 
 

@@ -149,9 +149,9 @@ def bodies(streams: int, max_tokens: int | None) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, help="cut the workload's answers to this many tokens")
+    parser.add_argument("--streams", type=measure.COUNT, default=32)
+    parser.add_argument("--blocks", type=measure.COUNT, default=12)
+    parser.add_argument("--max-tokens", type=measure.COUNT, help="cut the workload's answers to this many tokens")
     args: argparse.Namespace = parser.parse_args()
     config = engine_config(
         {

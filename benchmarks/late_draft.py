@@ -135,7 +135,7 @@ class Streams:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--blocks", type=measure.COUNT, default=20)
     parser.add_argument("--delay-ms", type=float, default=200.0)
     args = parser.parse_args()
     os.environ[DELAY] = str(args.delay_ms)

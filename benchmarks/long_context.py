@@ -154,13 +154,13 @@ def compare(args: argparse.Namespace) -> list[ContextRow]:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of each prompt")
-    parser.add_argument("--rows", type=int, default=8, help="requests at once")
-    parser.add_argument("--window", type=int, default=256, help="draft_kv_window")
+    parser.add_argument("--context", type=measure.COUNT, default=4096, help="tokens of each prompt")
+    parser.add_argument("--rows", type=measure.COUNT, default=8, help="requests at once")
+    parser.add_argument("--window", type=measure.COUNT, default=256, help="draft_kv_window")
     parser.add_argument("--acceptance", type=float, default=0.8, help="probability that a draft token is accepted")
-    parser.add_argument("--tokens", type=int, default=48, help="of each row in a block")
+    parser.add_argument("--tokens", type=measure.COUNT, default=48, help="of each row in a block")
     parser.add_argument("--only", help="names of sides, separated by semicolons; that without speculation runs, too")
-    parser.add_argument("--blocks", type=int, default=4, help="how often every side decodes")
+    parser.add_argument("--blocks", type=measure.COUNT, default=4, help="how often every side decodes")
     parser.set_defaults(num_speculative_tokens=4)
     args = parser.parse_args()
     found = compare(args)

@@ -213,11 +213,11 @@ def configs(folder: Path) -> dict[str, SpeculativeConfig]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rows", type=measure.COUNT, default=64)
+    parser.add_argument("--tokens", type=measure.COUNT, default=4096)
+    parser.add_argument("--rounds", type=measure.COUNT, default=200)
     parser.add_argument("--past", type=int, default=2000, help="past answers that proposers may index")
-    parser.add_argument("--requests", type=int, default=10_000, help="for the memory of suffix decoding")
+    parser.add_argument("--requests", type=measure.COUNT, default=10_000, help="for the memory of suffix decoding")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     args = parser.parse_args()
     print(

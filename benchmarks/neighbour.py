@@ -187,8 +187,8 @@ def shown(wanted: float | None) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=2, help="prompts of each engine, situation and round")
+    parser.add_argument("--rounds", type=measure.COUNT, default=4)
+    parser.add_argument("--prompts", type=measure.COUNT, default=2, help="prompts of each engine, situation and round")
     parser.add_argument("--settle", type=float, default=1.0, help="seconds of decoding before the prompts")
     return parser.parse_args()
 

@@ -23,7 +23,7 @@ ALL_BATCH_SIZES = 1 << 20
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--blocks", type=int, default=200)
+    parser.add_argument("--blocks", type=measure.COUNT, default=200)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     target, draft = args.model or pair()[0], args.draft or pair()[1]

@@ -159,8 +159,10 @@ def compared(
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = measure.arguments(__doc__)
     parser.add_argument("--peer-python", type=Path, help="the Python of an environment with OpenVINO GenAI")
-    parser.add_argument("--repeat", type=int, default=1, help="times that each batch-1 prompt is measured")
-    parser.add_argument("--rounds", type=int, default=8, help="times that the concurrent requests are measured")
+    parser.add_argument("--repeat", type=measure.COUNT, default=1, help="times that each batch-1 prompt is measured")
+    parser.add_argument(
+        "--rounds", type=measure.COUNT, default=8, help="times that the concurrent requests are measured"
+    )
     args = parser.parse_args(given)
     if args.peer_python is not None and not args.peer_python.is_file():
         parser.error(f"--peer-python: there is no file {args.peer_python}")

@@ -247,9 +247,13 @@ def main() -> None:
     """Run the benchmark; the exit status is 1 if a figure exceeds its limit."""
     parser = measure.arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
-    parser.add_argument("--slots", type=int, default=16, help="requests that run at once")
-    parser.add_argument("--waiting", type=int, default=32, help="requests that may wait; at least twice the slots")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer, at most; at least a quarter of it")
+    parser.add_argument("--slots", type=measure.COUNT, default=16, help="requests that run at once")
+    parser.add_argument(
+        "--waiting", type=measure.COUNT, default=32, help="requests that may wait; at least twice the slots"
+    )
+    parser.add_argument(
+        "--max-tokens", type=measure.COUNT, default=128, help="of an answer, at most; at least a quarter of it"
+    )
     parser.add_argument(
         "--factors", type=float, nargs="+", default=[2.0, 10.0], help="request rates, as multiples of that of the best"
     )

@@ -114,10 +114,10 @@ def shown(found: dict[str, Any]) -> bool:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = measure.arguments(__doc__)
-    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--repeats", type=measure.COUNT, default=3)
     made.add_argument("--role", action="append", choices=ROLES, help="only this role; may be repeated")
     made.add_argument("--settle", type=float, default=6.0, help="seconds of undisturbed streams before each fault")
-    made.add_argument("--tensor-parallel-size", type=int, default=2)
+    made.add_argument("--tensor-parallel-size", type=measure.COUNT, default=2)
     made.set_defaults(threads=1)
     return made
 

@@ -223,7 +223,7 @@ def report(timings: measure.Timings, waits: list[float], steps: measure.Floats) 
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--blocks", type=measure.COUNT, default=40)
     parser.add_argument("--processes", action="store_true", help="child processes instead of Ray actors")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

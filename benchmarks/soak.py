@@ -244,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
     made = measure.arguments(__doc__)
     made.add_argument("--minutes", type=float, default=10.0)
     made.add_argument("--every", type=float, default=20.0, help="seconds between faults")
-    made.add_argument("--tensor-parallel-size", type=int, default=2)
+    made.add_argument("--tensor-parallel-size", type=measure.COUNT, default=2)
     made.add_argument("--seed", type=int, default=0)
     made.set_defaults(threads=1)
     return made

@@ -227,10 +227,10 @@ def mixed(engine: DemoEngine, items: Sequence[Item]) -> int:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--prompts", type=int, default=400, help="of the log, and of what is measured")
+    parser.add_argument("--prompts", type=measure.COUNT, default=400, help="of the log, and of what is measured")
     parser.add_argument("--only", help="names of methods, separated by semicolons")
     parser.add_argument("--speed", action="store_true", help="compare speed-ups, too, on a quiet machine")
-    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8], help="batch sizes of the speed-ups")
+    parser.add_argument("--batches", nargs="*", type=measure.COUNT, default=[1, 8], help="batch sizes of the speed-ups")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     target = args.model or pair()[0]

@@ -128,9 +128,9 @@ def rows(chosen: Config | None, learned: Mapping[str, Config], args: argparse.Na
 def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--k", default="1,2,3,5", help="numbers of draft tokens")
-    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
-    parser.add_argument("--blocks", type=int, default=8, help="how often every side decodes")
-    parser.add_argument("--tune-prompts", type=int, default=16, help="prompts that tune generates answers to")
+    parser.add_argument("--batches", nargs="*", type=measure.COUNT, default=[1, 8])
+    parser.add_argument("--blocks", type=measure.COUNT, default=8, help="how often every side decodes")
+    parser.add_argument("--tune-prompts", type=measure.COUNT, default=16, help="prompts that tune generates answers to")
     parser.add_argument("--eagle3", action="store_true", help="compare the demo's EAGLE-3 head, too")
     parser.add_argument("--eager", action="store_true", help="compile no model")
     args = parser.parse_args()

@@ -140,7 +140,7 @@ def compared(name: str, sides: Mapping[str, CommitProcess], tokens: int, blocks:
 def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--before", required=True, help="the earlier commit")
-    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--blocks", type=measure.COUNT, default=12)
     args = parser.parse_args()
     figures = run(args)
     measure.write(args.output, {"environment": measure.environment(args.threads), "before": args.before} | figures)

@@ -23,6 +23,7 @@ from benchmarks.fleet.replica import ReplicaLimits
 from benchmarks.fleet.routers import ROUTERS, make_router
 from benchmarks.fleet.simulation import UNDISTURBED, Disturbance, FleetResult, FleetSimulation
 from benchmarks.fleet.trace import Load
+from benchmarks.shared.measure import COUNT
 
 COSTS = Path(__file__).with_name("costs.json")
 MEASURED = ReplicaLimits(max_seqs=8, max_tokens=128, kv_tokens=16_384, k=4)
@@ -90,7 +91,7 @@ def check(args: argparse.Namespace) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--replicas", type=COUNT, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--rate", type=float, default=0.5, help="requests a second for each replica")
     parser.add_argument("--costs", type=Path, default=COSTS)
     parser.add_argument("--measure", type=Path, help="write the costs of this machine's steps to this file")

@@ -55,8 +55,8 @@ SIDES = {"0 ms": near, "1 ms": one_ms, "5 ms": five_ms, "20 ms": twenty_ms}
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--blocks", type=int, default=20)
-    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--blocks", type=measure.COUNT, default=20)
+    parser.add_argument("--streams", type=measure.COUNT, default=1)
     args = parser.parse_args()
     target, draft = args.model or pair()[0], args.draft or pair()[1]
     items = workload.load(target, args.streams).single[: args.streams]

@@ -30,7 +30,7 @@ def main() -> None:
     """Run what the arguments ask for."""
     parser = measure.arguments(__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--texts", type=int, default=3, help="of 1,000 tokens")
+    parser.add_argument("--texts", type=measure.COUNT, default=3, help="of 1,000 tokens")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     base = options.model or pair()[0]

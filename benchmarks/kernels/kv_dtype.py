@@ -128,9 +128,9 @@ def blocks_per_gib(size: int) -> dict[KVCacheDtype, int]:
 def main() -> None:
     """Run what the arguments ask for."""
     parser = measure.arguments(__doc__)
-    parser.add_argument("--passes", type=int, default=12, help="over all layers, of every step")
+    parser.add_argument("--passes", type=measure.COUNT, default=12, help="over all layers, of every step")
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="of heads")
-    parser.add_argument("--texts", type=int, default=8, help="of 1,000 tokens; 0: no perplexity")
+    parser.add_argument("--texts", type=measure.at_least(0), default=8, help="of 1,000 tokens; 0: no perplexity")
     parser.add_argument("--dtype", default="float32", help="that models compute in")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

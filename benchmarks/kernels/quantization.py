@@ -148,11 +148,15 @@ def perplexities(count: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Run what the arguments ask for."""
     parser = measure.arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=24, help="of the random model: 24 are 0.4 billion weights")
-    parser.add_argument("--tokens", type=int, default=32, help="of a block")
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--texts", type=int, default=8, help="of 1,000 tokens; 0: no perplexity")
-    parser.add_argument("--pair-blocks", type=int, default=0, help="of each pair; 0: they are not timed")
+    parser.add_argument(
+        "--layers", type=measure.COUNT, default=24, help="of the random model: 24 are 0.4 billion weights"
+    )
+    parser.add_argument("--tokens", type=measure.COUNT, default=32, help="of a block")
+    parser.add_argument("--blocks", type=measure.at_least(0), default=6, help="0: they are not timed")
+    parser.add_argument("--texts", type=measure.at_least(0), default=8, help="of 1,000 tokens; 0: no perplexity")
+    parser.add_argument(
+        "--pair-blocks", type=measure.at_least(0), default=0, help="of each pair; 0: they are not timed"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found: dict[str, Any] = {"environment": measure.environment(options.threads)}

@@ -253,7 +253,7 @@ def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--only", help="names of methods, separated by semicolons")
     parser.add_argument("--texts", nargs="*", help="only these texts")
-    parser.add_argument("--batches", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--batches", nargs="*", type=measure.COUNT, default=list(TOKENS))
     parser.add_argument("--temperatures", nargs="*", type=float, default=list(TEMPERATURES))
     parser.add_argument(
         "--fixed",
@@ -261,8 +261,8 @@ def main() -> None:
         type=int,
         help=f"fixed K to compare with, up to the method's own; without values: {FIXED}",
     )
-    parser.add_argument("--blocks", type=int, default=6, help="at least 2")
-    parser.add_argument("--engines", type=int, default=1, help="groups of engines, which share the blocks")
+    parser.add_argument("--blocks", type=measure.at_least(2), default=6, help="at least 2")
+    parser.add_argument("--engines", type=measure.COUNT, default=1, help="groups of engines, which share the blocks")
     parser.add_argument("--again", type=Path, help="figures of an earlier run, whose low cells are measured again")
     parser.add_argument("--eager", action="store_true", help="compile no model")
     args = parser.parse_args()

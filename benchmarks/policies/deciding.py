@@ -93,7 +93,7 @@ def measured(method: str, config: dict[str, Any], batch: int, args: argparse.Nam
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64])
+    parser.add_argument("--batches", nargs="*", type=measure.COUNT, default=[1, 8, 64])
     parser.add_argument("--only", default=METHODS, help="names of methods, separated by semicolons")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -16,12 +16,14 @@ import numpy as np
 from cluster.bench.ratios import RESAMPLES, Floats, Ratio, bootstrap
 
 __all__ = [
+    "COUNT",
     "Floats",
     "Ratio",
     "Timings",
     "alternate",
     "alternate_slices",
     "arguments",
+    "at_least",
     "environment",
     "joined",
     "mean",
@@ -182,14 +184,28 @@ def _cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an option that is a number of things. With none, a benchmark has nothing to report."""
+
+    def whole(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return whole
+
+
+COUNT = at_least(1)
+
+
 def arguments(about: str | None) -> argparse.ArgumentParser:
     """Return the parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of the target (default: the demo's)")
     parser.add_argument("--draft", type=Path, help="folder of the draft (default: the demo's)")
-    parser.add_argument("--num-speculative-tokens", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=int, help="use only the first so many prompts")
+    parser.add_argument("--num-speculative-tokens", type=COUNT, default=3)
+    parser.add_argument("--threads", type=COUNT, default=2)
+    parser.add_argument("--limit", type=COUNT, help="use only the first so many prompts")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     return parser
 
