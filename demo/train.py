@@ -20,6 +20,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from demo import HERE, corpus, own_text, train_heads
 from demo.losses import distillation_loss, next_token_loss
 from demo.train_heads import Material
 from demo.trainer import Trainer, TrainingRun, device, encode
+from protos.errors import ConfigError
 
 VOCAB_SIZE = 4096
 CONTINUED_RATE = (
@@ -127,6 +129,7 @@ def train_target(work: Path, run: TrainingRun, out: Path, start: Path | None = N
     torch.manual_seed(run.seed)
     model = _loaded(start) if start else AutoModelForCausalLM.from_config(target_config())
     model.to(device())
+    run = replace(run, purpose=f"the target{f' from {start.resolve()}' if start else ''}")
     trainer = Trainer(model, [encode(texts, tokenizer)], run, work / "target.pt")
     trainer.train(next_token_loss(model), "target")
     model.generation_config.update(**SAMPLING)
@@ -147,6 +150,7 @@ def train_draft(
     torch.manual_seed(run.seed)
     draft = new_draft(target_folder) if start is None else _loaded(start)
     draft.to(device())
+    run = replace(run, purpose=material.purpose("a draft", target_folder, start))
     trainer = Trainer(draft, streams, run, work / "draft.pt")
     trainer.train(distillation_loss(draft, target), "draft")
     save(draft, tokenizer, out)
@@ -215,9 +219,25 @@ def _train_target(args: argparse.Namespace, target: Path) -> None:
         train_target(args.work, TrainingRun(minutes=args.target_minutes), target)
 
 
+def _check(args: argparse.Namespace) -> None:
+    for name, folder in (("target", args.target), ("draft", args.draft)):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"--{name}: no such folder: {folder}")
+    if not corpus.split(args.text)[0]:
+        raise ConfigError(f"--text: no .py, .txt or .md file below {args.text} to learn from")
+
+
 def main() -> None:
     """Train the models or heads that the command line names."""
     args = _arguments()
+    try:
+        _check(args)
+        _train(args)
+    except ConfigError as error:
+        sys.exit(f"demo.train: error: {error}")
+
+
+def _train(args: argparse.Namespace) -> None:
     os.nice(19)
     args.work = args.work or HERE / ".work" / (args.target.resolve().name if args.target else "")
     args.work.mkdir(parents=True, exist_ok=True)

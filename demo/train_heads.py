@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ class Material:
     text: Path
     own_texts: int
 
+    def purpose(self, what: str, target: Path, start: Path | None) -> str:
+        """Say that *what* is trained for *target* on this material, from the weights in *start*."""
+        begun = f" from {start.resolve()}" if start is not None else ""
+        return f"{what} for {target.resolve()} on {self.text.resolve()}{begun}"
+
 
 def train_heads(
     target_folder: Path,
@@ -65,6 +70,7 @@ def train_heads(
         heads = {method: read(head, start / method).train() for method, head in heads.items()}
     trained = nn.ModuleDict(heads).to(device())
     state = work / f"heads-{'-'.join(sorted(methods))}.pt"
+    run = replace(run, purpose=material.purpose("heads", target_folder, start))
     Trainer(trained, texts, run, state, optimized_by=_one_each).train(joint_loss(teacher, heads), "heads")
     for method, head in heads.items():
         write(head.eval(), teacher.config, out / method)

@@ -11,13 +11,17 @@ from torch import nn
 from tqdm import tqdm
 
 from demo.losses import Loss
+from protos.errors import ConfigError
 
 CHECKPOINT_EVERY_S = 120.0
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The settings of a training run: sequences of *length* tokens, *batch* at a time, for *minutes*."""
+    """The settings of a training run: sequences of *length* tokens, *batch* at a time, for *minutes*.
+
+    *purpose* says what is trained: a checkpoint of another purpose is not resumed.
+    """
 
     minutes: float
     learning_rate: float = 3e-3
@@ -25,6 +29,7 @@ class TrainingRun:
     batch: int = 8
     seed: int = 0
     warm_up: int = 40  # warm-up steps of the learning rate
+    purpose: str = ""
 
 
 def encode(texts: Sequence[str], tokenizer: Any) -> torch.Tensor:
@@ -61,7 +66,11 @@ def adamw(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimi
 
 
 class Trainer:
-    """Trains one model for the time of its run; can be stopped and resumed at any time."""
+    """Trains one model for the time of its run; can be stopped and resumed at any time.
+
+    Raises:
+        ConfigError: there is too little text, or the checkpoint is one of another purpose.
+    """
 
     def __init__(
         self,
@@ -72,6 +81,9 @@ class Trainer:
         *,
         optimized_by: Callable[[nn.Module, float], list[torch.optim.Optimizer]] = optimizers,
     ) -> None:
+        shortest = min(len(stream) for stream in streams)
+        if shortest <= run.length:
+            raise ConfigError(f"the text has {shortest} tokens, but sequences of {run.length} are cut from it")
         self.model, self.streams, self.run, self.state = model, streams, run, state
         self.optimizers = optimized_by(model, run.learning_rate)
         self.step, self.seconds = 0, 0.0
@@ -80,6 +92,12 @@ class Trainer:
 
     def _resume(self) -> None:
         saved = torch.load(self.state, weights_only=True)
+        purpose = saved.get("purpose", self.run.purpose)
+        if purpose != self.run.purpose:
+            raise ConfigError(
+                f"{self.state} is the checkpoint of {purpose}, not of {self.run.purpose}: delete its folder, or give "
+                "another with --work"
+            )
         self.model.load_state_dict(saved["model"])
         for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
@@ -93,6 +111,7 @@ class Trainer:
                 "optimizers": [o.state_dict() for o in self.optimizers],
                 "step": self.step,
                 "seconds": self.seconds,
+                "purpose": self.run.purpose,
             },
             partial,
         )

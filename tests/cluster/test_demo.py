@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.settings import engine_config
 from demo import corpus, losses, own_text, pair, programs, train, train_heads, trainer
+from protos.errors import ConfigError
 
 SMALL = 80 * 1000 * 1000
 
@@ -55,6 +57,32 @@ def test_batches_take_from_every_stream_and_are_the_same_again(tmp_path: Path) -
     batches = [each._batch() for each in trainers]
     assert batches[0].tolist() == [[i % 2] * 8 for i in range(4)]
     assert torch.equal(*batches)
+
+
+def test_a_checkpoint_is_resumed_for_its_own_purpose_only(tmp_path: Path) -> None:
+    """A draft that was to be trained further from its weights was the finished one again, without a word."""
+    material, state = train_heads.Material(tmp_path, own_texts=0), tmp_path / "draft.pt"
+    purposes = [material.purpose("a draft", tmp_path / "target", start) for start in (None, tmp_path / "draft")]
+    streams = [torch.zeros(100, dtype=torch.int32)]
+    first, other = (trainer.TrainingRun(0.0, length=8, purpose=purpose) for purpose in purposes)
+    trainer.Trainer(torch.nn.Linear(2, 2), streams, first, state).train(lambda ids: ids.sum(), "draft")
+    trainer.Trainer(torch.nn.Linear(2, 2), streams, first, state)
+    with pytest.raises(ConfigError, match=r"is the checkpoint of a draft for .*target on .*, not of .* from .*draft"):
+        trainer.Trainer(torch.nn.Linear(2, 2), streams, other, state)
+
+
+def test_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    streams, run = [torch.zeros(8, dtype=torch.int32)], trainer.TrainingRun(1.0, length=8)
+    with pytest.raises(ConfigError, match="the text has 8 tokens, but sequences of 8 are cut from it"):
+        trainer.Trainer(torch.nn.Linear(2, 2), streams, run, tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize("option", ["--target", "--draft", "--text"])
+def test_a_folder_that_is_not_there_is_named(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = str(tmp_path / "missing")
+    monkeypatch.setattr(sys, "argv", ["train", option, missing])
+    with pytest.raises(SystemExit, match=f"{option}: no .* {re.escape(missing)}"):
+        train.main()
 
 
 def filled() -> Iterator[programs.Program]:
