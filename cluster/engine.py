@@ -7,8 +7,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 from cluster import assemble
 from cluster.channels import ray_channel
@@ -29,11 +29,16 @@ SILENCE_S = 30.0
 SNAPSHOT_S = 3 * IDLE_S
 """An idle engine publishes its counters within this time."""
 
+SHUT_DOWN = "the engine was shut down"
+
 Reports = queue.Queue[Report | SlipstreamError]
 
 
 class Engine(Protocol):
-    """Serves the requests of one caller."""
+    """Serves the requests of one caller, or of several threads that take turns."""
+
+    turn: threading.RLock
+    """Held by the thread that steps."""
 
     @property
     def tokenizer(self) -> Any:
@@ -51,7 +56,11 @@ class Engine(Protocol):
         ...
 
     def put(self, requests: Sequence[Request]) -> None:
-        """Add requests; they are served from the next step on."""
+        """Add requests; they are served from the next step on.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
         ...
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
@@ -90,20 +99,37 @@ class LocalEngine:
         self.tokenizer = self.assembled.tokenizer
         self.preprocessor = self.assembled.preprocessor
         # Bound methods: one call less in the path of each step.
-        self.put = self._inbox.put
-        self.step = self.assembled.controller.step
+        self.put: Callable[[Sequence[Request]], None] = self._inbox.put
+        self.step: Callable[[], list[TokenOutput]] = self.assembled.controller.step
         self.stats = self.assembled.controller.stats
-        self.shutdown = self.assembled.shutdown
+        self.turn = threading.RLock()
+        self._has_ended = False
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
-        """See `Engine`."""
+        """See `Engine`. During a step, as when a reader is collected within one, they end with the next."""
         self._inbox.put([Abort(tuple(request_ids))])
-        return self.step()
+        if not self.turn.acquire(blocking=False):
+            return []
+        try:
+            return [] if self.assembled.controller.is_stepping or self._has_ended else self.step()
+        finally:
+            self.turn.release()
+
+    def shutdown(self) -> None:
+        """See `Engine`."""
+        self._has_ended = True
+        self.put = self.step = _refuse
+        with self.turn:
+            self.assembled.shutdown()
 
     @property
     def final_outputs(self) -> list[TokenOutput]:
         """See `Engine`."""
         return self.assembled.controller.final_outputs
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise EngineDeadError(SHUT_DOWN)
 
 
 class ChannelEngine:
@@ -126,6 +152,7 @@ class ChannelEngine:
         self._held: deque[Report | SlipstreamError] = deque()  # received while `stats` waited for a snapshot
         self._stats, self._num_tokens = EngineStats(), 0
         self._failure: SlipstreamError | None = None
+        self.turn = threading.RLock()
         self.final_outputs: list[TokenOutput] = []
         self._thread = _ChannelThread(channel)
         self._end = weakref.finalize(self, self._thread.close)
@@ -190,7 +217,15 @@ class ChannelEngine:
         return []
 
     def stats(self) -> EngineStats:
-        """See `Engine`. Waits for a snapshot that counts every token which `step` has returned."""
+        """See `Engine`. Waits for a snapshot that counts every token which `step` has returned, if no thread steps."""
+        if not self.turn.acquire(blocking=False):
+            return self._stats
+        try:
+            return self._awaited_stats()
+        finally:
+            self.turn.release()
+
+    def _awaited_stats(self) -> EngineStats:
         deadline = time.monotonic() + SNAPSHOT_S
         while self._failure is None and self._stats.generated_tokens < self._num_tokens:
             try:
@@ -204,9 +239,10 @@ class ChannelEngine:
 
     def shutdown(self) -> None:
         """See `Engine`."""
-        self._failure = self._failure or EngineDeadError("the engine was shut down")
+        self._failure = self._failure or EngineDeadError(SHUT_DOWN)
         atexit.unregister(self._end)
         self._end()
+        self._reports.put(self._failure)  # a thread may wait for a report
 
 
 class _ChannelThread:

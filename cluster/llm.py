@@ -3,7 +3,9 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +34,11 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
 Progress = bool | Callable[..., Any]
 
+TURN_S = 0.01  # a thread that waits for its turn to step looks this often for what others' steps have brought
+
 
 class LLM:
-    """Generates text with a model. `LLM()` loads the embedded demo pair.
+    """Generates text with a model, for one thread or for several, which share steps. `LLM()` loads the demo pair.
 
     Args:
         model: Hub id or folder.
@@ -64,7 +68,7 @@ class LLM:
         self._engine = make_engine(config, report)
         self._preprocessor = self._engine.preprocessor
         self._names = map(str, itertools.count())
-        self._arrived: dict[str, list[TokenOutput]] = {}  # outputs by running request, not yet read by its caller
+        self._arrived: dict[str, deque[TokenOutput]] = {}  # outputs by running request, not yet read by its caller
         self._decode = decoder(self._engine.tokenizer)
 
     def generate(
@@ -138,7 +142,7 @@ class LLM:
         encoded = [chat(one, some, **options) for one, some in zip(conversations, params, strict=True)]
         return self._complete(encoded, params, use_tqdm)
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[TokenOutput]:
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Generator[TokenOutput]:
         """Yield the output of each step for one prompt; closing the iterator early aborts the request.
 
         Raises:
@@ -147,8 +151,7 @@ class LLM:
         params = sampling_params or self.get_default_sampling_params()
         if params.n != 1:
             raise InvalidRequestError(f"n must be 1 for a stream, got {params.n}", "n")
-        requests = self._preprocessor.requests(prompt, params, next(self._names))
-        return self._drive(requests)
+        return self._drive(self._preprocessor.requests(prompt, params, next(self._names)))
 
     def get_tokenizer(self) -> Any:
         """Return the transformers tokenizer; None with `skip_tokenizer_init`."""
@@ -172,7 +175,7 @@ class LLM:
         return snapshot(self.stats, served_names(self.config)[0])
 
     def shutdown(self) -> None:
-        """Free models and memory, and end all processes. May be called twice."""
+        """Free models and memory, and end all processes; requests from then on are refused. May be called twice."""
         self._engine.shutdown()
 
     def __enter__(self) -> "LLM":
@@ -192,9 +195,8 @@ class LLM:
                 f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}", "sampling_params"
             )
         if len(params) != count:
-            raise InvalidRequestError(
-                f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params"
-            )
+            wrong = f"sampling_params has {len(params)} entries for {count} prompts"
+            raise InvalidRequestError(wrong, "sampling_params")
         return params
 
     def _complete(
@@ -214,35 +216,35 @@ class LLM:
             for requests, collector in zip(requests_per_prompt, collectors, strict=True)
             for request in requests
         }
-        with _ProgressBar(use_tqdm, len(prompts)) as bar:
-            for output in self._drive([request for requests in requests_per_prompt for request in requests]):
+        requests = [request for requests in requests_per_prompt for request in requests]
+        with _ProgressBar(use_tqdm, len(prompts)) as bar, closing(self._drive(requests)) as outputs:
+            for output in outputs:
                 collector = collector_of[output.request_id]
                 collector.add(output)
                 bar.update(len(output.token_ids), collector.finished)
         return [collector.result() for collector in collectors]
 
-    def _drive(self, requests: Sequence[Request]) -> Iterator[TokenOutput]:
+    def _drive(self, requests: Sequence[Request]) -> Generator[TokenOutput]:
         """Yield the outputs of *requests* until all have ended; abort those still running if the caller stops early.
 
-        Several iterators may be active (streams read in turns): each step's outputs are kept for their owner.
+        Several iterators may be active, read in turns or by threads: each step's outputs are kept for their owner.
         """
         running = {request.request_id for request in requests}
-        arrived: list[TokenOutput] = []
+        arrived: deque[TokenOutput] = deque()
         self._arrived.update(dict.fromkeys(running, arrived))
-        self._engine.put(requests)
         try:
+            self._engine.put(requests)
             while running:
                 if not arrived:
-                    self._step()
-                outputs = arrived.copy()
-                arrived.clear()
-                for output in outputs:
-                    if output.retry_after_s is not None:
-                        raise failure(str(output.error), output.retry_after_s)
-                    if output.finish_reason is not None:
-                        running.discard(output.request_id)
-                        del self._arrived[output.request_id]
-                    yield output
+                    self._step(arrived)
+                    continue
+                output = arrived.popleft()
+                if output.retry_after_s is not None:
+                    raise failure(str(output.error), output.retry_after_s)
+                if output.finish_reason is not None:
+                    running.discard(output.request_id)
+                    del self._arrived[output.request_id]
+                yield output
         except (GeneratorExit, KeyboardInterrupt):
             self._distribute(self._engine.abort(tuple(running)))
             raise
@@ -250,17 +252,22 @@ class LLM:
             for name in running:
                 del self._arrived[name]
 
-    def _step(self) -> None:
+    def _step(self, arrived: deque[TokenOutput]) -> None:
+        """Run a step, unless another thread's has brought outputs into *arrived* meanwhile."""
+        if not self._engine.turn.acquire(timeout=TURN_S):
+            return
         try:
-            self._distribute(self._engine.step())
+            if not arrived:
+                self._distribute(self._engine.step())
         except EngineDeadError:
             self._distribute(self._engine.final_outputs)  # for the other active iterators
             raise
+        finally:
+            self._engine.turn.release()
 
     def _distribute(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
-            if output.request_id in self._arrived:  # else its caller has stopped reading
-                self._arrived[output.request_id].append(output)
+            self._arrived.get(output.request_id, deque()).append(output)  # unless its caller has stopped reading
 
 
 class _ProgressBar:

@@ -10,6 +10,7 @@ import logging
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -37,7 +38,7 @@ class LocalInbox:
 
     def __init__(self) -> None:
         self.stopped = False
-        self._commands: list[Request | Abort] = []
+        self._commands: deque[Request | Abort] = deque()  # threads may add to it while it is read
 
     def put(self, commands: Iterable[Request | Abort]) -> None:
         """Add commands for the next step."""
@@ -45,8 +46,7 @@ class LocalInbox:
 
     def drain(self) -> list[Request | Abort]:
         """See `Inbox`."""
-        commands, self._commands = self._commands, []
-        return commands
+        return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def wait(self) -> list[TokenOutput]:
         """See `Inbox`."""
@@ -82,6 +82,7 @@ class Controller:
         self.executor = executor
         self.inbox = inbox
         self.final_outputs: list[TokenOutput] = []
+        self.is_stepping = False
         self._outputs: list[TokenOutput] = []  # of this step, and of those before that were interrupted
         self._clock = StepClock(scheduler.info.costs, is_awaited=scheduler.info.device == "cpu")
         self._lookup_s = 0.0  # of all steps so far
@@ -103,12 +104,15 @@ class Controller:
         Raises:
             EngineDeadError: the executor failed; see `final_outputs`.
         """
+        self.is_stepping = True
         try:
             self._step(self._outputs)
         except KeyboardInterrupt:
             # What the workers know of the step is not known: every sequence is sent and computed again.
             self.scheduler.requeue_all()
             raise
+        finally:
+            self.is_stepping = False
         outputs, self._outputs = self._outputs, []
         return outputs
 
