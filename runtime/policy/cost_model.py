@@ -22,17 +22,19 @@ Flags = npt.NDArray[np.bool_]
 
 CLIP = math.log(2)
 """A round that took more than twice the predicted seconds, or less than half, counts as one that took that."""
-OWN_CLIP = 0.2
-"""For the correction of a size alone, the error of a slower round counts as this one at most: disturbed rounds are
-slower, and sizes that are run now and then only would stay wrong for long."""
-SHARED_RATE, OWN_RATE = 0.02, 0.03
-"""Weight of the newest round in the correction of the whole curve, and of its size. The first rounds weigh more."""
+ONCE = 0.2
+"""The error of a slower round counts as this one at most, unless that of the round before was larger, too: single
+rounds are disturbed. What all sizes share and what is a size's own follow the same error, so that they do not part."""
+SHARED_RATE, OWN_RATE = 0.045, 0.005
+"""Weight of the newest round in the correction of the whole curve, and of its size. The first rounds weigh more. Where
+only one size is run, it is the machine that became slower, rather than that size."""
 UNMEASURED_S = {1: 0.001, 64: 0.001}
 """A curve of which nothing was measured: as if larger rounds cost nothing, so that they are tried and correct it."""
 EXACT_SIZES = 16
 """Sizes up to this have a correction each; above, neighbouring sizes share one."""
 FEW = 8
-"""Of so many first rounds of a size the fastest counts: first rounds take longer, and so do disturbed ones."""
+"""Of so many first rounds of a size the median counts: first rounds take longer, and so do disturbed ones. The fastest
+would make a size seem the faster, the fewer rounds it had."""
 MEMORY = 32
 """Rounds by which an estimate is known best."""
 NOISE = 0.1
@@ -63,6 +65,7 @@ class CostCurve:
     def __init__(self, measured: Mapping[int, float], largest: int, *, has_ratios: bool = False) -> None:
         self.largest = largest
         self._shared_rate = 0.0 if has_ratios else SHARED_RATE
+        self._own_rate = SHARED_RATE if has_ratios else OWN_RATE
         known = measured or UNMEASURED_S
         sizes = np.array(sorted(known), np.float64)
         seconds = np.array([max(known[int(size)], 1e-9) for size in sizes])
@@ -78,7 +81,8 @@ class CostCurve:
         self._is_fresh_B = [False] * num_bins  # seen since it aged last
         self._shared_B = [0.0] * num_bins  # the shared correction that the size's own one goes with
         self._shared = 0.0
-        self._count = 0
+        self._few: dict[int, list[float]] = {}  # what the first rounds of a size showed, by its bin
+        self._count, self._error = 0, 0.0  # rounds, and the error of the last one
         self._refresh()
 
     def seconds(self, size_N: Ints) -> Floats:
@@ -121,22 +125,40 @@ class CostCurve:
         """Correct the curve by *num_rounds* rounds of *size*, of which the median took *seconds*."""
         size = min(size, self.largest)
         bin_ = self._bins[size]
-        own, count = self._own_B[bin_], self._count_B[bin_]
-        error = math.log(max(seconds, 1e-9)) - self._log_bases[size] - self._shared - own
-        in_doubt = min(0.5, (abs(self._moved(bin_)) - MOVED / 3) / NOISE)
-        rate = max(_rate(OWN_RATE, num_rounds), num_rounds / (count + num_rounds), in_doubt)
-        if self._count:
-            error = min(CLIP, max(-CLIP, error))
-            is_fastest = error < 0 and count < FEW and num_rounds == 1
-            self._own_B[bin_] = own + (error if is_fastest else rate * min(OWN_CLIP, error))
-        self._shared += _rate(self._shared_rate, num_rounds) * error if self._count else error * (self._shared_rate > 0)
-        moved = self._moved(bin_)
-        self._shared_B[bin_] += moved / 2 if count else moved
+        found = math.log(max(seconds, 1e-9)) - self._log_bases[size] - self._shared
+        if not self._count and self._shared_rate:
+            self._shared, found = self._shared + found, 0.0
+        own, count, moved = self._own_B[bin_], self._count_B[bin_], self._moved(bin_)
+        of_few = num_rounds / (count + num_rounds) if count < MEMORY else 0.0
+        rate = max(_rate(self._own_rate, num_rounds), of_few, self._doubt(moved))
+        error = self._lasting(found - own, num_rounds)
+        if count < FEW and num_rounds == 1:
+            self._own_B[bin_] = self._typical(size, found)
+        else:
+            self._own_B[bin_] = own + rate * error
+            self._shared += (1 - rate) * _rate(self._shared_rate, num_rounds) * error
+        self._shared_B[bin_] = self._shared - (moved / 2 if count else 0.0)
         self._count_B[bin_] = min(MEMORY, count + num_rounds)
         self._is_fresh_B[bin_] = True
         self._count += 1
         if self._count % REFRESH_EVERY == 0 or rate * REFRESH_EVERY > 1:
             self._refresh()
+
+    def _lasting(self, error: float, num_rounds: int) -> float:
+        """Return the part of the *error* of so many rounds that the one before showed, too, beyond `ONCE`."""
+        before, self._error = self._error, min(CLIP, max(-CLIP, error))
+        return self._error if num_rounds > 1 else min(self._error, max(ONCE, before))
+
+    def _typical(self, size: int, found: float) -> float:
+        """Return the median of what the first rounds of *size* showed of its own correction, and was assumed before."""
+        bin_ = self._bins[size]
+        few = self._few.setdefault(bin_, [self._own_B[bin_] if self._count_B[bin_] else float(self._own_N[size])])
+        few.append(min(few[0] + CLIP, max(few[0] - CLIP, found)))
+        return sorted(few)[(len(few) - 1) // 2]
+
+    @staticmethod
+    def _doubt(moved: float) -> float:
+        return min(0.5, (abs(moved) - MOVED / 3) / NOISE)
 
     def is_in_doubt(self, size: int) -> bool:
         """Whether rounds of other sizes took other times than before since *size* was run last.
@@ -162,6 +184,7 @@ class CostCurve:
         for bin_, is_fresh in enumerate(self._is_fresh_B):
             if not is_fresh:
                 self._count_B[bin_] *= kept
+                self._few.pop(bin_, None)
                 self._own_B[bin_] *= kept**SLOW_FADES if self._own_B[bin_] > 0 else 1.0
         self._is_fresh_B = [False] * len(self._is_fresh_B)
         self._refresh()
@@ -169,8 +192,9 @@ class CostCurve:
     def _refresh(self) -> None:
         """Tabulate the curve. Sizes that were not run have the corrections of the nearest ones that were."""
         run_M = np.flatnonzero(self._count_B)
-        own_N = np.interp(self._bin_N, run_M, np.array(self._own_B)[run_M]) if len(run_M) else 0.0
-        self._seconds_N = np.exp(self._log_base_N + self._shared + own_N)
+        own_B = np.array(self._own_B)
+        self._own_N = np.interp(self._bin_N, run_M, own_B[run_M]) if len(run_M) else own_B[self._bin_N]
+        self._seconds_N = np.exp(self._log_base_N + self._shared + self._own_N)
 
 
 def _rate(of_one: float, num_rounds: int) -> float:

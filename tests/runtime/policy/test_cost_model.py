@@ -1,8 +1,17 @@
-"""The cost curve: what one size shows of another."""
+"""The cost curve: what one size shows of another, alone and in simulated worlds whose costs are noisy or change."""
 
 import math
+import random
+from statistics import mean
 
+import pytest
+
+from protos.messages import StepCosts
+from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.choosers import ChainChooser
 from runtime.policy.cost_model import CostCurve
+from runtime.policy.round_costs import RoundCostModel
+from tests.support.policy_simulation import LIMIT, SIZES, Seconds, Simulation, best_fixed, fixed_rate
 
 
 def run(curve: CostCurve, size: int, seconds: float, rounds: int) -> None:
@@ -45,3 +54,89 @@ def test_that_a_size_is_slow_is_forgotten_and_that_it_is_fast_is_not() -> None:
         left.append(math.log(curve.at(1) / curve.at(8)) / before)
     slow, fast = left
     assert 0.5 < slow < 0.6 and fast == 1
+
+
+def test_a_machine_that_became_slower_is_slower_at_sizes_that_are_not_run() -> None:
+    """While speculation is off, plain rounds alone show it. Draft tokens must not seem to pay for that."""
+    curve = CostCurve({64: 0.006, 128: 0.0065}, 256)
+    run(curve, 64, 0.006, 100)
+    run(curve, 128, 0.0065, 8)
+    for _ in range(30):
+        curve.observe(64, 1.5 * 0.006, num_rounds=5)
+    assert curve.at(64) == pytest.approx(1.5 * 0.006, rel=0.03)
+    assert curve.at(128) == pytest.approx(1.5 * 0.0065, rel=0.06)
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+def test_what_few_noisy_rounds_show_of_a_size_is_right_on_average(noise: float) -> None:
+    found = []
+    for seed in range(200):
+        rng, curve = random.Random(seed), CostCurve({1: 0.004, 2: 0.005}, 8)
+        run(curve, 1, 0.004, 32)
+        for _ in range(8):
+            curve.observe(2, 0.005 * math.exp(rng.gauss(0, noise)))
+        found.append(math.log(curve.at(2) / 0.005))
+    assert abs(mean(found)) < 0.3 * noise
+
+
+def test_disturbed_rounds_of_one_size_do_not_make_others_ever_slower() -> None:
+    """The seconds of other sizes follow those of the size that is run, and no more."""
+    rng, curve = random.Random(0), CostCurve({1: 0.004, 8: 0.006}, 8)
+    run(curve, 1, 0.004, 32)
+    ratios = []
+    for _ in range(4000):
+        disturbed = 10 if rng.random() < 0.01 else 1
+        curve.observe(8, 0.006 * math.exp(rng.gauss(0, 0.3)) * disturbed)
+        ratios.append(curve.at(1) / curve.at(8) / (0.004 / 0.006))
+    assert 0.8 < min(ratios[-1000:]) <= max(ratios[-1000:]) < 1.25
+
+
+def world(target: Seconds, draft: Seconds, seed: int = 0) -> tuple[Simulation, Seconds, Seconds]:
+    """Return an engine whose steps vary by a tenth, and what they take without the noise."""
+    rng = random.Random(seed)
+    costs = StepCosts({size: target(size) for size in SIZES}, {size: draft(size) for size in SIZES[:7]})
+    model = RoundCostModel(costs, 64 * (LIMIT + 1), 64, LIMIT)
+    policy = AdaptivePolicy(LIMIT, ChainChooser(LIMIT), model, clock=lambda: 0.0)
+
+    def noisy(seconds: Seconds) -> Seconds:
+        return lambda size: seconds(size) * math.exp(rng.gauss(0, 0.1))
+
+    return Simulation(policy, noisy(target), noisy(draft), noise=0.0, seed=seed), target, draft
+
+
+def small_linear(tokens: int) -> float:
+    return 0.0019 + 0.0001 * tokens
+
+
+def small_draft(rows: int) -> float:
+    return 0.00035 + 0.00002 * rows
+
+
+def gpu(tokens: int) -> float:
+    """A step that reads weights, and computes from 192 tokens on."""
+    return max(0.0055 + 0.000008 * tokens, 0.007 * tokens / 192)
+
+
+def gpu_draft(rows: int) -> float:
+    return 0.0007 + 0.000002 * rows
+
+
+def test_noise_does_not_lead_away_from_the_best_k() -> None:
+    """Three draft tokens pay best. What six and more cost seemed ever less beside sizes that were not run."""
+    shares = []
+    for seed in range(3):
+        simulation, *costs = world(small_linear, small_draft, seed)
+        simulation.run([0.9] * 8, 100)
+        shares.append(simulation.run([0.9] * 8, 500) / best_fixed([0.9] * 8, *costs) / 1.05)
+    assert mean(shares) >= 0.97
+
+
+def test_a_machine_that_becomes_slower_does_not_switch_it_on() -> None:
+    simulation, target, draft = world(gpu, gpu_draft)
+    rates = [0.2] * 64
+    simulation.run(rates, 300)
+    before, fast = sum(simulation.policy.changes.values()), simulation.target
+    simulation.target = lambda tokens: 1.5 * fast(tokens)
+    plain = 1.05 / 1.5 * fixed_rate(0, rates, target, draft)
+    assert simulation.run(rates, 400) >= 0.98 * plain
+    assert sum(simulation.policy.changes.values()) - before <= 1
