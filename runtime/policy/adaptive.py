@@ -183,8 +183,9 @@ class AdaptivePolicy:
         if not self._exploration.is_due:
             return None
         usual, costs, gain = max(self._chosen.typical), self._costs.of(num_known, num_rows), self._switch.gain
+        read_s, usual_s = self._costs.reading.read_s(num_rows), self._calibration.usual_s
         k = self._exploration.choose(usual, gain)
-        each_s = loss(k, usual, num_rows, costs, gain=gain, read_s=self._costs.reading.read_s(num_rows))
+        each_s = loss(k, usual, num_rows, costs, gain=gain, read_s=read_s, usual_s=usual_s)
         if not self._trials.pay(self._catch_up_s + num_explored(k) * each_s, resumes=not self.current):
             return None
         self._exploration.begin(k)
@@ -215,9 +216,8 @@ class AdaptivePolicy:
 
     def _may_draft(self, gain: float, num_rows: int, plain_s: float) -> bool:
         """Take the *gain* of draft tokens; return whether there may be any now."""
-        num_rounds, self._num_kept = 1 + self._num_kept, 0
-        is_current = self._hindsight.is_current
-        if self._switch.update(gain, num_rounds, num_rows, self._catch_up_s / plain_s, is_current=is_current):
+        num_rounds, catch_up, self._num_kept = 1 + self._num_kept, self._catch_up_s / plain_s, 0
+        if self._switch.update(gain, num_rounds, num_rows, catch_up, is_current=self._hindsight.is_current):
             self._trials.restore_share()
             if self._switch.is_on:
                 self._calibration.clear()

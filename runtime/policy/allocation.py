@@ -56,6 +56,11 @@ class Calibration:
         self._num_rows, self._tokens, self._seconds = 0, 1.0, 1.0  # predicted of the next rounds; no rows: nothing
         self.clear()
 
+    @property
+    def usual_s(self) -> float:
+        """Predicted seconds of the last rounds that were predicted."""
+        return self._seconds
+
     def clear(self) -> None:
         """Forget all rounds."""
         self._count = self._sum_tokens = self._sum_squares = self._sum_seconds = 0.0  # relative to what was predicted

@@ -51,14 +51,22 @@ LookUp = Callable[[Seq[Sequence], int], list[tuple[int, Draft] | None]]
 An empty draft has the source after the last that was asked. None: it cannot be known yet whether there is one."""
 
 
-def loss(k: int, usual: int, num_rows: int, costs: RoundCosts, *, gain: float, read_s: float) -> float:
+def loss(
+    k: int, usual: int, num_rows: int, costs: RoundCosts, *, gain: float, read_s: float, usual_s: float = math.inf
+) -> float:
     """Return the seconds that a round with *k* draft tokens for each row loses against one with the *usual* number.
 
     *gain* is that of the usual number over plain decoding. The draft reads tokens of plain rounds later, in *read_s*.
+    Usual rounds take *usual_s*: much less than with that number from all sources for all rows, if most do not draft.
+    What those that do not draft then take is lost.
     """
-    if k:
-        return (LOST if usual else 1.0) * abs(costs.uniform(k, num_rows) - costs.uniform(usual, num_rows))
-    return max(0.0, (gain - 1) * costs.plain() + read_s)
+    if not k:
+        return max(0.0, (gain - 1) * costs.plain() + read_s)
+    plain_s, others_s, all_s = costs.plain(), costs.uniform(k, num_rows), costs.uniform(usual, num_rows)
+    if not usual:
+        return abs(others_s - plain_s)
+    drafting = min(1.0, max(0.0, usual_s - plain_s) / max(all_s - plain_s, 1e-9))
+    return LOST * drafting * abs(others_s - all_s) + (1 - drafting) * max(0.0, others_s - plain_s)
 
 
 def num_explored(k: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 from protos.messages import StepCosts
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.choosers import ChainChooser
-from runtime.policy.exploration import DOUBT_EVERY, EXPLORE_EVERY, Exploration
+from runtime.policy.exploration import DOUBT_EVERY, EXPLORE_EVERY, LOST, Exploration, loss
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.switching import LEAST_TRIAL_SHARE, TRIAL_SHARE, Trials
 from tests.support.policy_simulation import Simulation, best_fixed, cheap, flat, warmed_up
@@ -137,3 +137,14 @@ def test_what_costs_too_much_at_first_is_tried_later_and_not_something_cheaper()
         assert not exploration.is_due
         exploration.count(DOUBT_EVERY, is_on=True)
         assert exploration.is_due and exploration.choose(4, gain=2.0) == wanted
+
+
+def test_what_the_draft_worker_drafts_for_rows_that_it_does_not_draft_for_is_lost() -> None:
+    """Of rounds in which half of the rows have looked-up drafts, and the others none, another number is no small part.
+
+    Most of what it takes is then drafts of the worker, which were left out since they do not pay.
+    """
+    costs = RoundCostModel(warmed_up(flat), 64 * 9, 64, 8).of(8)
+    all_s, other_s, plain_s = costs.uniform(8, 8), costs.uniform(4, 8), costs.plain()
+    lost_s = [loss(4, 8, 8, costs, gain=1.2, read_s=0.0, usual_s=usual_s) for usual_s in (all_s, plain_s)]
+    assert lost_s == pytest.approx([LOST * (all_s - other_s), other_s - plain_s])
