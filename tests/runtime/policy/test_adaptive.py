@@ -153,7 +153,7 @@ def test_it_comes_back_soon_after_drafts_were_slow_for_a_while() -> None:
     simulation = adaptive(flat, warmed_up(flat))
     simulation.run([0.8], 500)
     simulation.draft = lambda rows: 20 * cheap(rows)
-    simulation.run([0.8], 2000)
+    simulation.run([0.8], 2040)  # a trial has just ended
     assert not simulation.policy.current
     simulation.draft = cheap
     began = simulation.seconds
