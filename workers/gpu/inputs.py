@@ -168,9 +168,20 @@ class RoundInputs:
         fill(into["uncounted_RC"], counts.uncounted(rows.slots_R, rows.penalties, room), -1)
 
     def penalise_(self, logits_NV: torch.Tensor, first: int, each: int) -> None:
-        """Apply penalties in place, to *each* logits of each row: those after the tokens of columns *first* and on."""
-        if self.counts is not None:
-            self.counts.penalise_(logits_NV, self.on_device, first, each)
+        """Apply penalties in place, inside a graph. With the first column, the round's known tokens are counted.
+
+        Args:
+            logits_NV: float32, *each* of each row: after the tokens of columns *first* and on.
+            first: a column.
+            each: how many.
+        """
+        if self.counts is None:
+            return
+        from workers.gpu.kernels.penalties import count_, penalise_  # noqa: PLC0415 - triton may be missing
+
+        if first == 0:
+            count_(self.counts.seen_SX, self.on_device)
+        penalise_(logits_NV, self.counts.seen_SX, self.on_device, first, each)
 
     def _cache_index(self, slots_X: Ints, places_X: Ints) -> Ints:
         size = self._slots.block_size

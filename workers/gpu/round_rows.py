@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protos.draft import Draft
-from workers.sampling.logits_processors import Penalties
-from workers.sampling.sample import Ints, Limits
+from workers.sampling.sample import Ints, Limits, Penalties
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,9 @@
 """How often tokens occurred in each sequence, counted on the device for penalties inside graphs."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
-from workers.sampling.logits_processors import Penalties
-from workers.sampling.sample import Ints
+from workers.sampling.sample import Ints, Penalties
 from workers.slots import SlotTable
 
 IN_PROMPT = 1 << 30
@@ -63,21 +60,6 @@ class TokenCounts:
         uncounted_RC[rows] = np.where(is_new_PC, tokens_PC, -1)
         self._counted_S[slots_P] = known_P
         return uncounted_RC
-
-    def penalise_(self, logits_NV: torch.Tensor, found: Mapping[str, torch.Tensor], first: int, each: int) -> None:
-        """Lower the logits of tokens that occurred, in place, inside a graph.
-
-        Args:
-            logits_NV: float32, *each* of each row of a round: after the tokens of columns *first* and on.
-            found: `RoundInputs.on_device`.
-            first: a column; with the first one, the round's known tokens are counted.
-            each: how many.
-        """
-        from workers.gpu.kernels.penalties import count_, penalise_  # noqa: PLC0415 - triton may be missing
-
-        if first == 0:
-            count_(self.seen_SX, found)
-        penalise_(logits_NV, self.seen_SX, found, first, each)
 
     def _count_all(self, slot: int) -> None:
         """Count all known tokens of a sequence anew."""

@@ -13,29 +13,11 @@ import numpy.typing as npt
 import torch
 
 from protos.messages import Sampling
+from workers.sampling.sample import Penalties
 from workers.slots import SlotTable, has_additions, has_penalties
 
 Ints = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """Penalties of each of N rows, float32; a repetition penalty of 1 and others of 0 mean off."""
-
-    repetition: Counts
-    presence: Counts
-    frequency: Counts
-
-    @property
-    def are_off(self) -> npt.NDArray[np.bool_]:
-        """Which rows have none."""
-        off_N: npt.NDArray[np.bool_] = (self.repetition == 1.0) & (self.presence == 0.0) & (self.frequency == 0.0)
-        return off_N
-
-    def at(self, rows: Ints) -> "Penalties":
-        """Return the penalties of some rows."""
-        return Penalties(self.repetition[rows], self.presence[rows], self.frequency[rows])
 
 
 @dataclass(frozen=True)

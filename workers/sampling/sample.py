@@ -53,6 +53,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Penalties:
+    """Penalties of each of N rows, float32; a repetition penalty of 1 and others of 0 mean off."""
+
+    repetition: Logits
+    presence: Logits
+    frequency: Logits
+
+    @property
+    def are_off(self) -> npt.NDArray[np.bool_]:
+        """Which rows have none."""
+        off_N: npt.NDArray[np.bool_] = (self.repetition == 1.0) & (self.presence == 0.0) & (self.frequency == 0.0)
+        return off_N
+
+    def at(self, rows: Ints) -> "Penalties":
+        """Return the penalties of some rows."""
+        return Penalties(self.repetition[rows], self.presence[rows], self.frequency[rows])
+
+
+@dataclass(frozen=True)
 class DeviceLimits:
     """`Limits` as tensors `[N]` on the device of the logits, of the same dtypes; greedy rows have temperature 0."""
 

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from protos.draft import Draft
 from protos.messages import NewSequence, Row, Sampling
 from workers.native.build import KernelUnavailableError
-from workers.sampling.logits_processors import LogitsProcessors, Penalties
+from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import (
     MIN_TEMPERATURE,
     Ints,
     Limits,
+    Penalties,
     candidates,
     distribution,
     greedy,

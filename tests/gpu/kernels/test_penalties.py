@@ -99,7 +99,8 @@ class Sequences:
             for column in range(QUERIES):
                 drafted = drafts_RQ[row, path(parents_RQ[row], column)]
                 self._penalise_on_host(wanted_NV[row * QUERIES + column], slot, drafted)
-        self.counts.penalise_(logits_NV, found, 0, QUERIES)
+        penalties.count_(self.counts.seen_SX, found)
+        penalties.penalise_(logits_NV, self.counts.seen_SX, found, 0, QUERIES)
         return wanted_NV, logits_NV
 
     def _penalise_on_host(self, logits_V: torch.Tensor, slot: int, drafted: Ints) -> None:
