@@ -16,7 +16,7 @@ from protos.draft_module import DraftRunner, on_a_worker
 
 
 class DraftModelProposer:
-    """Drafts a chain of `row.length` tokens per row, or a tree of `row.k` nodes, with any causal language model."""
+    """Drafts a chain of `row.max_chain` tokens per row, or a tree of `row.k` nodes, with any causal language model."""
 
     on_worker: ClassVar[bool] = True
     method: ClassVar[str] = "draft_model"

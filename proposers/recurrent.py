@@ -125,7 +125,7 @@ class RecurrentProposer(HeadsProposer):
 
     def _beams(self, rows: Seq[DraftRow]) -> list[Draft]:
         beams = RecurrentBeams(self.runner, rows, self.width)
-        for depth in range(min(self.length, max(row.length for row in rows))):
+        for depth in range(min(self.length, max(row.max_chain for row in rows))):
             beams.extend(depth)
         return beams.nodes.best(rows)
 
@@ -142,7 +142,7 @@ class RecurrentBeams:
     def __init__(self, runner: DraftRunner, rows: Seq[DraftRow], width: int) -> None:
         self.runner, self.rows, self.width = runner, rows, width
         self.module: Recurrent = runner.module
-        self.length_R1 = torch.tensor([[row.length] for row in rows], device=runner.newest(rows).device)
+        self.length_R1 = torch.tensor([[row.max_chain] for row in rows], device=runner.newest(rows).device)
         self.tokens_RW = runner.newest(rows)[:, None]
         self.states_RWS = self.module.begin(runner.features(rows))[:, None]
         self.places_RW = torch.full_like(self.tokens_RW, -1)  # among the nodes

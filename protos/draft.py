@@ -21,7 +21,7 @@ class DraftRow(msgspec.Struct, frozen=True, gc=False):
         token_ids: prompt and output, read-only; given only to proposers in the controller process.
         key: the sequence's key in the calls of a `SequenceListener`; 0 if none was announced.
         depth: most levels of nodes that may be accepted; probes may be deeper. A draft may have more nodes than that.
-        room: how many draft tokens the draft's KV cache has places for, at least `length`. A dynamic tree feeds more
+        room: how many draft tokens the draft's KV cache has places for, at least `max_chain`. A dynamic tree feeds more
             nodes than it keeps.
     """
 
@@ -33,7 +33,7 @@ class DraftRow(msgspec.Struct, frozen=True, gc=False):
     room: int = ANY_ROOM
 
     @property
-    def length(self) -> int:
+    def max_chain(self) -> int:
         """Most tokens of a chain: each is a level of its own."""
         return min(self.k, self.depth)
 

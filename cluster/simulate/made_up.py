@@ -29,7 +29,7 @@ class FixedDraft:
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """See `Proposer`."""
-        return [Draft((TOKEN,) * row.length) for row in rows]
+        return [Draft((TOKEN,) * row.max_chain) for row in rows]
 
 
 FIXED = f"{__name__}:{FixedDraft.__name__}"

@@ -60,7 +60,7 @@ class AutoregressiveProposer:
         return cls(runner, shape.width, min(shape.depth, runner.module.max_tokens), shape.threshold)
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return a chain of `row.length` tokens for each row, or a tree of `row.k` nodes."""
+        """Return a chain of `row.max_chain` tokens for each row, or a tree of `row.k` nodes."""
         return self._chains(Chains(rows, self.shape.depth)) if self.shape.width == 1 else self._trees(rows)
 
     def _chains(self, chains: Chains) -> list[Draft]:

@@ -25,7 +25,7 @@ class Chains:
     """
 
     def __init__(self, rows: Seq[DraftRow], max_steps: int = MAX_SPECULATIVE_TOKENS) -> None:
-        lengths = [min(max_steps, row.length) for row in rows]
+        lengths = [min(max_steps, row.max_chain) for row in rows]
         self._order = sorted(range(len(rows)), key=lambda i: -lengths[i])
         self.rows = [rows[i] for i in self._order]
         self._lengths = [lengths[i] for i in self._order]

@@ -81,7 +81,7 @@ class TreeShape:
 
     def depth_of(self, row: DraftRow) -> int:
         """Return the number of levels of a row's tree."""
-        return min(self.depth, row.length)
+        return min(self.depth, row.max_chain)
 
     def num_fed(self, row: DraftRow) -> int:
         """Return how many nodes are fed per level: *width*, or fewer if all levels together have less room."""

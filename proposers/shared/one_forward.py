@@ -59,7 +59,7 @@ class ParallelProposer:
         return cls(on_a_worker(runner, cls.method))
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        """Return a chain of `row.length` tokens for each row, or of as many as the module can draft."""
+        """Return a chain of `row.max_chain` tokens for each row, or of as many as the module can draft."""
         chains = Chains(rows, self.module.max_tokens)
         states_RPX = self._states(chains)
         for step in range(chains.steps):
@@ -98,5 +98,5 @@ class ParallelProposer:
         If positions attend to later ones, it is the whole block, as in training: masks change what is predicted before
         them. A row whose blocks are too short for it gets fewer.
         """
-        wanted = min(row.length, steps)
+        wanted = min(row.max_chain, steps)
         return max(wanted, min(self.module.max_tokens, row.room)) if self.module.sees_later else wanted

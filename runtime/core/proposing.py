@@ -45,7 +45,7 @@ class PredictionProposer(SequenceListener):
         for row in rows:
             prediction, prompt_len = self._predictions[row.key]
             budget -= prediction.prepare(budget)
-            drafts.append(Draft(tuple(prediction.follow(row.token_ids[prompt_len:], row.length))))
+            drafts.append(Draft(tuple(prediction.follow(row.token_ids[prompt_len:], row.max_chain))))
         return drafts
 
 

@@ -93,7 +93,7 @@ class DraftWorker:
         near, self.left = [], self.max_catch_up
         for i, row in enumerate(rows):
             fed = max(0, lag[row.slot]) + 1
-            if fed <= min(self.left, MAX_LAG) and self.cache.fits(row.slot, row.length):
+            if fed <= min(self.left, MAX_LAG) and self.cache.fits(row.slot, row.max_chain):
                 near.append(i)
                 self.left -= fed
         self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
@@ -284,7 +284,7 @@ class DraftWorker:
         ready, self.left, cache = [], self.max_catch_up, self.cache
         for i, row in enumerate(rows):
             lag = -cache.refresh(row.slot) + cache.reach(row.slot) + 1
-            if not cache.fits(row.slot, row.length):
+            if not cache.fits(row.slot, row.max_chain):
                 continue
             if lag <= self.left:
                 ready.append(i)

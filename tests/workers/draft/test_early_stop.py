@@ -50,10 +50,10 @@ def test_answers_are_the_same_and_chains_differ_in_length(
     engine.put(*requests())
     assert engine.finish() == folders.plain(folders.of(case))
     assert engine.proposed() > engine.accepted > 0
-    lengths = {len(draft) for row, draft in drafted if len(draft) and row.length == 5}
+    lengths = {len(draft) for row, draft in drafted if len(draft) and row.max_chain == 5}
     assert min(lengths) == 1 < max(lengths)
     stats = engine.built.controller.stats()
-    assert stats.proposed < sum(row.length for row, draft in drafted if len(draft))
+    assert stats.proposed < sum(row.max_chain for row, draft in drafted if len(draft))
     known = sum(row.length for plan, _ in engine.rounds for row in plan.rows)
     assert stats.fed_tokens == known + engine.proposed()
 
@@ -107,7 +107,7 @@ def test_the_ends_of_the_range(
     running.append(engine)
     engine.put(*requests()[:3])
     engine.finish()
-    assert {len(draft) for row, draft in drafted if len(draft) and row.length >= length} == {length}
+    assert {len(draft) for row, draft in drafted if len(draft) and row.max_chain >= length} == {length}
 
 
 def test_on_a_draft_worker_of_its_own(folders: Folders, running: list[Engine]) -> None:

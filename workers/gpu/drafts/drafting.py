@@ -53,7 +53,7 @@ class DeviceDrafts:
         """Return what rows draft: nothing if they cannot. Rows that lack many tokens catch up first."""
         self._engine.begin()
         asked = [DraftRow(row.slot, row.k, depth=row.depth, room=self._worker.slots.room(row.slot)) for row in rows]
-        wanting = [r for r, row in enumerate(asked) if row.length]
+        wanting = [r for r, row in enumerate(asked) if row.max_chain]
         ready = {wanting[i] for i in self._worker.within_budget([asked[r] for r in wanting])}
         return self.plan([row if r in ready else DraftRow(row.slot, 0) for r, row in enumerate(asked)])
 
@@ -65,10 +65,11 @@ class DeviceDrafts:
         """Return what rows draft that are ready to; feed what they lack, but for what the graph feeds."""
         slots_R = np.array([row.slot for row in rows], np.int64)
         drafted_R = np.array(
-            [row.length and (row.k if self._is_tree else min(row.length, self._shape.depth)) for row in rows], np.int64
+            [row.max_chain and (row.k if self._is_tree else min(row.max_chain, self._shape.depth)) for row in rows],
+            np.int64,
         )
         lacking_R = self._catch_up(slots_R, drafted_R) if self._has_cache else np.zeros_like(drafted_R)
-        levels_R = np.array([self._shape.depth_of(row) if row.length else 0 for row in rows], np.int64)
+        levels_R = np.array([self._shape.depth_of(row) if row.max_chain else 0 for row in rows], np.int64)
         widths_R = np.array([self._shape.num_fed(row) for row in rows], np.int64)
         lowest_R = self._worker.cache.lowest(slots_R)
         return DraftPlan(
