@@ -40,7 +40,7 @@ from workers.rehearsal import memory_of_steps, warm_rounds
 from workers.sampling.grammar_masks import load_grammar_masks
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.step_costs import Measurement, max_draft, needs_step_costs
+from workers.step_costs import Measurement, needs_step_costs
 from workers.target import TargetWorker
 from workers.target_rank import TargetRank, UniExecutor
 from workers.threads import ThreadCount, choose_threads
@@ -198,7 +198,7 @@ def make_target(
     rule = (make_rule or make_acceptance_rule)(config.speculative, masked)
     worker = TargetWorker(runner, slots, masked, loaded.spec.needs, rule)
     warm_rounds(worker, config)
-    rounds = None if config.model.enforce_eager else make_rounds(worker, draft, max_draft(config), report)
+    rounds = None if config.model.enforce_eager else make_rounds(worker, draft, config.max_draft, report)
     return ReadyTarget(worker, draft, costs, warm.swap, rounds)
 
 
@@ -213,7 +213,7 @@ def make_draft(
     warm = warm_up(config, allocate, parts, report)
     capture_forwards(parts, config.scheduler.max_num_batched_tokens, report)
     if not draft.is_eager:
-        graph_drafts(engine, max_draft(config), report)
+        graph_drafts(engine, config.max_draft, report)
     return engine, Measurement(config, None, engine, keys=warm.keys)
 
 

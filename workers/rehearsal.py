@@ -20,7 +20,6 @@ from workers.model.runner import ModelRunner
 from workers.recurrent.limits import draft_places
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
-from workers.step_costs import max_draft
 from workers.target import TargetWorker
 
 GREEDY, DRAWN = Sampling(seed=0, temperature=0.0), Sampling(seed=0)
@@ -47,7 +46,7 @@ class Rehearsal(NamedTuple):
 
 def largest_rounds(config: EngineConfig, max_model_len: int) -> tuple[Rehearsal, Rehearsal]:
     """Return the rounds that sample at the most positions, and that feed the most tokens."""
-    limits, k = config.scheduler, max_draft(config)
+    limits, k = config.scheduler, config.max_draft
     rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // (1 + k)))
     length = min(limits.max_num_batched_tokens, max_model_len)
     prompts = min(limits.max_num_seqs, limits.max_num_batched_tokens // length)
@@ -78,7 +77,7 @@ def warm_rounds(worker: TargetWorker, config: EngineConfig) -> None:
         return
     largest = largest_rounds(config, worker.runner.loaded.max_model_len)
     several = min(2, config.scheduler.max_num_seqs)
-    small = [Rehearsal(rows, 1, k, how) for rows in {1, several} for k in {0, max_draft(config)} for how in KINDS]
+    small = [Rehearsal(rows, 1, k, how) for rows in {1, several} for k in {0, config.max_draft} for how in KINDS]
     prompts = [Rehearsal(1, length, 0, GREEDY) for length in PROMPTS if length < largest[1].length]
     rehearse(worker, *largest, *small, *prompts)
     torch.cuda.synchronize(worker.runner.device)

@@ -34,11 +34,6 @@ def needs_step_costs(config: EngineConfig) -> bool:
     return speculative.policy_name == "threshold" and not has_limit and not config.model.enforce_eager
 
 
-def max_draft(config: EngineConfig) -> int:
-    """Return the largest number of draft tokens of a row."""
-    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
-
-
 def without_disturbed(seconds: Mapping[int, float]) -> dict[int, float]:
     """Return the seconds of each size, or of a larger one that took less: the size's own measurement was disturbed."""
     fastest: dict[int, float] = {}
@@ -84,7 +79,7 @@ class Measurement:
             target_s[size] = self.runner.measure_size(size)
             yield None
         if self.draft is not None and needs_step_costs(self.config):
-            num_rows, k = min(MEASURED_TOKENS, self.config.scheduler.max_num_seqs), max_draft(self.config)
+            num_rows, k = min(MEASURED_TOKENS, self.config.scheduler.max_num_seqs), self.config.max_draft
             for size, seconds in self.draft.measure(num_rows, k):
                 draft_s[size] = seconds
                 yield None
@@ -96,7 +91,7 @@ class Measurement:
 
     def _target_sizes(self) -> list[int]:
         wanted = max(MEASURED_TOKENS if needs_step_costs(self.config) else 0, self.pace_tokens)
-        most = min(wanted, self.config.scheduler.max_num_seqs * (max_draft(self.config) + 1))
+        most = min(wanted, self.config.scheduler.max_num_seqs * (self.config.max_draft + 1))
         if self.runner is None or not most:
             return []
         return [1 << power for power in range((most - 1).bit_length() + 1)]

@@ -180,13 +180,8 @@ def replayed(
     with_target: bool,
 ) -> Replay:
     """Replay one draft behind a progress bar; *say* gets a line for each stage of loading."""
-    with progress_bar(f"replaying {name}, K = {_most_tokens(config)}", sum(map(len, datasets))) as tick:
+    with progress_bar(f"replaying {name}, K = {config.max_draft}", sum(map(len, datasets))) as tick:
         return replay(name, config, datasets, say, tick, with_target=with_target)
-
-
-def _most_tokens(config: EngineConfig) -> int:
-    """Return the number of draft tokens of *config*."""
-    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
 def _show(replays: Sequence[Replay]) -> None:

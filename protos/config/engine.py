@@ -370,6 +370,11 @@ class EngineConfig:
         """
         return self.speculative is not None and self.speculative.is_probabilistic
 
+    @property
+    def max_draft(self) -> int:
+        """The largest number of draft tokens of a row."""
+        return 0 if self.speculative is None else self.speculative.num_speculative_tokens
+
 
 _JSON = TypeAdapter(EngineConfig)
 

@@ -23,7 +23,6 @@ from workers.draft.engine import SEVERAL_ROWS, make_engine
 from workers.draft.load import load_draft
 from workers.model.runner import ModelRunner
 from workers.sampling.sampler import Sampler
-from workers.step_costs import max_draft
 
 NUM_BLOCKS = 1
 """Blocks of the caches: trials read and write only the first."""
@@ -64,7 +63,7 @@ def _compile_draft(config: EngineConfig, allocate: Allocate, folder: Path) -> No
     slots = make_slots(config, allocate)
     sampler = Sampler(slots, allocate.vocab_size, torch.device("cpu"))
     engine = make_engine(draft, config, slots, sampler, num_blocks=NUM_BLOCKS)
-    engine.worker.forward.compile_into(folder, lambda: engine.try_out(max_draft(config)))
+    engine.worker.forward.compile_into(folder, lambda: engine.try_out(config.max_draft))
 
 
 def _ignore(_line: str) -> None:

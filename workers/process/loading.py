@@ -40,7 +40,6 @@ from workers.draft.sender import DraftSender
 from workers.draft.wire import most_bytes
 from workers.process.draft_rank import DraftRank
 from workers.process.heartbeat import HeartbeatThread
-from workers.step_costs import max_draft
 from workers.target_rank import TargetRank
 from workers.verification.draft_probs import DRAFT_PROBS_SIZE
 
@@ -187,7 +186,7 @@ class TargetLoading(Loading):
         speculative = self._config.speculative
         has_probs = speculative is not None and speculative.samples_drafts
         max_bytes = most_bytes(
-            self._config.scheduler.max_num_seqs, max_draft(self._config), DRAFT_PROBS_SIZE if has_probs else 0
+            self._config.scheduler.max_num_seqs, self._config.max_draft, DRAFT_PROBS_SIZE if has_probs else 0
         )
 
         def join(order: FormDraftChannel) -> DraftReceiver:
