@@ -16,23 +16,20 @@ from cluster.ray.metrics import RayMetrics
 from cluster.ray.placement_provider import ReplicaPlacementGroup
 from cluster.ray_serve.arguments import ServerArguments
 from cluster.ray_serve.autoscaling import reported
-from cluster.serving.startup_info import described, served_names
+from cluster.serving.setup import engine_of, server_options, tokenizer_of
+from cluster.serving.startup_info import described
 from protos.config.engine import EngineConfig
 from protos.errors import EngineDeadError
 from protos.messages import WorkerInfo
-from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.channel import Channel
 from runtime.frontend.client import EngineClient
 from runtime.grpc.health import is_ready
 from runtime.grpc.service import GenerationService
 from runtime.http.app import create_app
-from runtime.http.context import ServerOptions
-from runtime.http.render import Decoder, TokenTexts
-from runtime.metrics.logs import log_request_end, log_to_stderr
-from runtime.metrics.prometheus import Metrics, log_summaries
+from runtime.http.render import TokenTexts
+from runtime.metrics.logs import log_to_stderr
+from runtime.metrics.prometheus import log_summaries
 from runtime.text.preprocessor import Preprocessor
-from runtime.text.sampling_defaults import sampling_defaults
-from runtime.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("slipstream")
 
@@ -61,19 +58,12 @@ class Replica:
     def __init__(self, config: EngineConfig, settings: ServerArguments) -> None:
         log_to_stderr(config.log_format)
         self._config, self._settings = config, with_keys(settings)
-        self._options = _server_options(config, self._settings)
-        self.guard = self._options.guard
-        self._tokenizer = _tokenizer(config, settings)
-        self._metrics = Metrics(self._options.model_names[0], on_end=log_request_end if config.log_requests else None)
-        self._engine = AsyncEngine(
-            _channel(config),
-            self._make_preprocessor,
-            self._metrics,
-            timeout_s=settings.request_timeout,
-            reading=settings.reading,
-            queue=settings.queue,
+        self._options = server_options(
+            config, version(), self._settings, settings.tools, settings.per_request_spec_decode_metrics
         )
-        self._metrics.use_stats(self._engine.stats)
+        self.guard = self._options.guard
+        self._tokenizer = tokenizer_of(config, settings.chat_template)
+        self._engine, self._metrics = engine_of(config, _channel(config), self._make_preprocessor, settings)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
@@ -150,27 +140,6 @@ def with_keys(settings: ServerArguments) -> ServerArguments:
     """Add the API keys of this process's environment."""
     keys = tuple(os.environ.get(API_KEY_VARIABLE, "").split())
     return settings.model_copy(update={"api_key": (*settings.api_key, *keys)})
-
-
-def _server_options(config: EngineConfig, settings: ServerArguments) -> ServerOptions:
-    return ServerOptions(
-        served_names(config),
-        version(),
-        unlisted_names=(config.model.model,),
-        spec_metrics=settings.per_request_spec_decode_metrics,
-        tools=settings.tools,
-        sampling_defaults=sampling_defaults(config.model),
-        guard=settings.guard,
-        pacing=settings.pacing,
-    )
-
-
-def _tokenizer(config: EngineConfig, settings: ServerArguments) -> Decoder:
-    tokenizer = load_tokenizer(config.model)
-    assert tokenizer is not None, "refused by `ServeArguments`"
-    if settings.chat_template is not None:
-        tokenizer.chat_template = settings.chat_template
-    return tokenizer
 
 
 def _channel(config: EngineConfig) -> Channel:

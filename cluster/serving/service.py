@@ -14,23 +14,21 @@ from cluster.serving.file_limit import raise_file_limit, within_files
 from cluster.serving.frontend import Frontend, ServerContext
 from cluster.serving.grpc_server import GrpcFrontend, GrpcOptions
 from cluster.serving.http_server import HttpFrontend, HttpOptions
-from cluster.serving.startup_info import LoadingLog, curl_hint, described, served_names
+from cluster.serving.setup import engine_of, server_options, tokenizer_of
+from cluster.serving.startup_info import LoadingLog, curl_hint, described
 from cluster.settings import is_demo
 from protos.config.engine import EngineConfig
 from protos.errors import ConfigError
 from protos.messages import WorkerInfo
-from runtime.frontend.async_engine import AsyncEngine
 from runtime.heap import freeze_heap
-from runtime.http.context import ServerOptions
 from runtime.http.options import SafetyOptions
 from runtime.http.schemas import SpecMetrics
 from runtime.http.tools.choice import ToolOptions
-from runtime.metrics.logs import log_request_end, log_to_stderr
-from runtime.metrics.prometheus import Metrics, log_summaries
+from runtime.metrics.logs import log_to_stderr
+from runtime.metrics.prometheus import log_summaries
 from runtime.text.output_log import OutputLog
 from runtime.text.preprocessor import Preprocessor
-from runtime.text.sampling_defaults import sampling_defaults
-from runtime.text.tokenizer import Tokenizer, load_tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream")
 
@@ -82,30 +80,13 @@ class _Service:
         self._config = config
         self._options = options
         self._frontends = frontends
-        self._names = served_names(config)
-        self._served = ServerOptions(
-            self._names,
-            options.version,
-            unlisted_names=(config.model.model,),
-            spec_metrics=options.spec_metrics,
-            tools=options.tools,
-            sampling_defaults=sampling_defaults(config.model),
-            guard=options.safety.guard,
-            pacing=options.safety.pacing,
+        self._served = replace(
+            server_options(config, options.version, options.safety, options.tools, options.spec_metrics),
             output_log=None if options.output_log is None else OutputLog(options.output_log),
             target=config.model.model,
         )
-        self._metrics = Metrics(self._names[0], on_end=log_request_end if config.log_requests else None)
         self._channel = controller_channel(config)
-        self._engine = AsyncEngine(
-            self._channel,
-            self._make_preprocessor,
-            self._metrics,
-            timeout_s=options.safety.request_timeout,
-            reading=options.safety.reading,
-            queue=options.safety.queue,
-        )
-        self._metrics.use_stats(self._engine.stats)
+        self._engine, self._metrics = engine_of(config, self._channel, self._make_preprocessor, options.safety)
         self._stop, self._stop_at_once = asyncio.Event(), asyncio.Event()
         self._is_serving = False
         self._tokenizer: asyncio.Task[Tokenizer] | None = None
@@ -136,7 +117,9 @@ class _Service:
     async def _load(self) -> WorkerInfo | None:
         """Start the engine; return None if stopped meanwhile."""
         stages = LoadingLog()
-        self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        self._tokenizer = asyncio.create_task(
+            asyncio.to_thread(tokenizer_of, self._config, self._options.chat_template)
+        )
         engine = asyncio.create_task(self._engine.start(stages.report))
         loading = asyncio.gather(engine, self._tokenizer)
         reminding, stopping = asyncio.create_task(stages.remind()), asyncio.create_task(self._stop.wait())
@@ -148,13 +131,6 @@ class _Service:
             for task in unfinished:
                 task.cancel()
             await asyncio.gather(loading, *unfinished, return_exceptions=True)
-
-    def _load_tokenizer(self) -> Tokenizer:
-        tokenizer = load_tokenizer(self._config.model)
-        assert tokenizer is not None, "refused by `serve`"
-        if self._options.chat_template is not None:
-            tokenizer.chat_template = self._options.chat_template
-        return tokenizer
 
     async def _make_preprocessor(self, info: WorkerInfo) -> Preprocessor:
         assert self._tokenizer is not None
@@ -203,7 +179,7 @@ class _Service:
     def _ready_line(self, tokenizer: Tokenizer) -> str:
         url, *others = [frontend.address for frontend in self._frontends]
         is_chat = bool(tokenizer.chat_template) and not is_demo(self._config)
-        curl = curl_hint(url, self._names[0], is_chat=is_chat, has_key=bool(self._options.safety.api_key))
+        curl = curl_hint(url, self._served.model_names[0], is_chat=is_chat, has_key=bool(self._options.safety.api_key))
         return f"ready on {', '.join([url, *others])}; try\n\n  {curl}\n"
 
 

@@ -27,7 +27,7 @@ import sys
 sys.path[:0] = {path!r}
 from tests.support.serving import fake_engine
 from cluster import channels
-from cluster.serving import service
+from cluster.serving import service, setup
 from cluster.serving.http_server import HttpOptions
 from protos.config.engine import EngineConfig, ModelConfig
 from runtime.subprocess import python_command
@@ -35,7 +35,7 @@ from runtime.subprocess import python_command
 def load_tokenizer(config):
     {before}
     return fake_engine.tokenizer()
-service.load_tokenizer = load_tokenizer
+setup.load_tokenizer = load_tokenizer
 channels.python_command = lambda module: python_command("tests.support.serving.fake_engine")
 config = EngineConfig(ModelConfig({model!r}, max_model_len={length}))
 service.serve(config, service.ServiceOptions("1", HttpOptions("127.0.0.1", 0), None, grace_s=60))

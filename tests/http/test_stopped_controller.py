@@ -32,14 +32,14 @@ import sys
 sys.path[:0] = {path!r}
 from tests.support.serving import fake_engine
 from cluster import channels
-from cluster.serving import service
+from cluster.serving import service, setup
 from cluster.serving.grpc_server import GrpcOptions
 from cluster.serving.http_server import HttpOptions
 from protos.config.engine import EngineConfig, ModelConfig
 from runtime.frontend import delivery
 from runtime.subprocess import python_command
 
-service.load_tokenizer = lambda config: fake_engine.tokenizer()
+setup.load_tokenizer = lambda config: fake_engine.tokenizer()
 channels.python_command = lambda module: python_command("tests.support.serving.fake_engine")
 {before}
 config = EngineConfig(ModelConfig("fake", max_model_len={length}))

@@ -23,14 +23,14 @@ import resource, sys
 sys.path[:0] = [{path!r}]
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 from cluster import channels
-from cluster.serving import service
+from cluster.serving import service, setup
 from cluster.serving.grpc_server import GrpcOptions
 from cluster.serving.http_server import HttpOptions
 from protos.config.engine import EngineConfig, ModelConfig
 from runtime.subprocess import python_command
 from tests.support.serving import fake_engine
 
-service.load_tokenizer = lambda config: fake_engine.tokenizer()
+setup.load_tokenizer = lambda config: fake_engine.tokenizer()
 channels.python_command = lambda module: python_command("tests.support.serving.fake_engine")
 config = EngineConfig(ModelConfig("fake", max_model_len=4096))
 service.serve(config, service.ServiceOptions("1", HttpOptions("127.0.0.1", 0), GrpcOptions("127.0.0.1", 0), grace_s=5))
