@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from proposers.formats import dflash as format_of
-from proposers.shared.decoder import Layers, Rope, TargetVocabulary, fill, stored
+from proposers.shared.decoder import Layers, LayersModule, Rope, stored
 from proposers.shared.one_forward import ParallelProposer
 from protos.config.engine import SpeculativeConfig
 from protos.draft_module import DraftWeights
@@ -35,28 +35,20 @@ class DFlashNet(nn.Module):
             self.lm_head = nn.Linear(hidden, spec.draft_size, bias=False)
 
 
-class DFlashModule(nn.Module):
+class DFlashModule(LayersModule):
     """See `protos.draft_module.Module` and `proposers.shared.one_forward.MaskedModule`; outputs states, `[1, T, H]`.
 
     The features fed with a token are `[H + 1]`: the projected target states and a one for known tokens, zeros for
     positions of a block.
     """
 
-    shift = 1
     compiled_methods: ClassVar[Mapping[str, int]] = {"forward": 1, "logits": 1, "take_in": 1}
 
     def __init__(self, spec: format_of.DFlashSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
-        super().__init__()
-        ids_V = tensors.pop("target_ids", None)
         layers = Layers(spec.dims, len(spec.attention), spec.rope, spec.max_model_len, weights)
         with torch.device("meta"):
-            self.net: Any = DFlashNet(spec, layers)
-        fill(self.net, tensors, weights)
-        self.rope = layers.rope(weights)
-        self.embed = self.net.embed_tokens if spec.has_embedding else weights.embedding()
-        self.head = self.net.lm_head if spec.has_head else weights.head()
-        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(weights.device), spec.vocab_size)
-        self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
+            net = DFlashNet(spec, layers)
+        super().__init__(net, layers, tensors, spec.vocab_size, weights)
         self.mask_token_id, self.attention = spec.mask_token_id, spec.attention
         self.sees_later = not all(attention.causal for attention in spec.attention)
         self.is_masked = self.sees_later or any(attention.window_from_block for attention in spec.attention)

@@ -12,7 +12,7 @@ from torch import nn
 
 from proposers.formats import eagle as format_of
 from proposers.shared.autoregressive import AutoregressiveProposer
-from proposers.shared.decoder import Layers, fill, stored, through
+from proposers.shared.decoder import Layers, LayersModule, stored, through
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.draft_module import DraftWeights
 from protos.layers import FeatureSpec
@@ -31,23 +31,17 @@ class EagleNet(nn.Module):
             self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
 
 
-class EagleModule(nn.Module):
+class EagleModule(LayersModule):
     """See `protos.draft_module.Module`. Outputs states, `[1, T, H]`."""
 
-    shift = 1
     max_tokens = MAX_SPECULATIVE_TOKENS
     compiled_methods: ClassVar[Mapping[str, int]] = {"forward": 1, "predict": 1}
 
-    def __init__(self, spec: format_of.EagleSpec, tensors: Mapping[str, torch.Tensor], weights: DraftWeights) -> None:
-        super().__init__()
+    def __init__(self, spec: format_of.EagleSpec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
         layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, weights)
         with torch.device("meta"):
-            self.net: Any = EagleNet(spec, layers)
-        fill(self.net, tensors, weights)
-        self.rope = layers.rope(weights)
-        self.embed = self.net.embed_tokens if spec.has_embedding else weights.embedding()
-        self.head = weights.head()
-        self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
+            net = EagleNet(spec, layers)
+        super().__init__(net, layers, tensors, spec.vocab_size, weights)
 
     def take_in(self, features_TF: torch.Tensor) -> torch.Tensor:
         """Return the features unchanged."""
@@ -60,7 +54,7 @@ class EagleModule(nn.Module):
 
     def predict(self, states_NH: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `proposers.shared.autoregressive.AutoregressiveModule`: states are fed back unchanged."""
-        return self.head(states_NH).float(), states_NH
+        return self.to_target(self.head(states_NH)), states_NH
 
 
 class EagleProposer(AutoregressiveProposer):

@@ -13,7 +13,7 @@ from torch import nn
 
 from proposers.formats import eagle3 as format_of
 from proposers.shared.autoregressive import AutoregressiveProposer
-from proposers.shared.decoder import Layers, Rope, TargetVocabulary, fill, stored, through
+from proposers.shared.decoder import Layers, LayersModule, Rope, stored, through
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.draft_module import DraftWeights
 from protos.layers import FeatureSpec
@@ -68,7 +68,7 @@ class Eagle3Net(nn.Module):
             self.lm_head = nn.Linear(hidden, spec.draft_size, bias=False)
 
 
-class Eagle3Module(nn.Module):
+class Eagle3Module(LayersModule):
     """See `protos.draft_module.Module`. Outputs states before the last norm, `[1, T, H]`.
 
     Args:
@@ -77,23 +77,15 @@ class Eagle3Module(nn.Module):
         weights: of draft and target.
     """
 
-    shift = 1
     max_tokens = MAX_SPECULATIVE_TOKENS
     reads_states: ClassVar[str] = "predict"
     """The method that reads the states that `forward` returns."""
 
     def __init__(self, spec: format_of.Eagle3Spec, tensors: dict[str, torch.Tensor], weights: DraftWeights) -> None:
-        super().__init__()
-        ids_V = tensors.pop("target_ids", None)
         layers = Layers(spec.dims, spec.num_layers, spec.rope, spec.max_model_len, weights)
         with torch.device("meta"):
-            self.net: Any = Eagle3Net(spec, layers, tensors)
-        fill(self.net, tensors, weights)
-        self.rope = layers.rope(weights)
-        self.embed = self.net.embed_tokens if spec.has_embedding else weights.embedding()
-        self.head = self.net.lm_head if spec.has_head else weights.head()
-        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(weights.device), spec.vocab_size)
-        self.layers, self.max_model_len, self.vocab_size = layers.shapes, spec.max_model_len, spec.vocab_size
+            net = Eagle3Net(spec, layers, tensors)
+        super().__init__(net, layers, tensors, spec.vocab_size, weights)
         self._spec = spec
         compiled = ("forward", self.reads_states, *(("take_in",) if spec.has_fc else ()))
         self.compiled_methods = dict.fromkeys(compiled, 1)

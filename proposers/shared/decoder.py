@@ -38,7 +38,7 @@ class Layers:
     def __init__(
         self, dims: LayerDims, num_layers: int, rope: Mapping[str, Any], max_model_len: int, weights: DraftWeights
     ) -> None:
-        self.dims, self.num_layers = dims, num_layers
+        self.dims, self.num_layers, self.max_model_len = dims, num_layers, max_model_len
         # Qwen3's config has all fields needed; `layer` chooses between Llama's and Qwen3's attention.
         self.config: Any = Qwen3Config(
             hidden_size=dims.hidden,
@@ -173,3 +173,31 @@ class TargetVocabulary:
             return logits_NV.float()
         whole_NV = logits_NV.new_full((len(logits_NV), self.vocab_size), -torch.inf, dtype=torch.float32)
         return whole_NV.index_copy_(1, self.ids_V, logits_NV.float())
+
+
+class LayersModule(nn.Module):
+    """Base of modules of decoder layers over the target's states. See `protos.draft_module.Module`.
+
+    Args:
+        net: the checkpoint's tensors, under its names, on the meta device. Without `embed_tokens` or `lm_head`, the
+            target's are used.
+        layers: those of *net*.
+        tensors: of *net*; consumed. `target_ids`, if among them, are the target's id of each of the draft's.
+        vocab_size: of the target.
+        weights: of draft and target.
+    """
+
+    shift = 1
+
+    def __init__(
+        self, net: nn.Module, layers: Layers, tensors: dict[str, torch.Tensor], vocab_size: int, weights: DraftWeights
+    ) -> None:
+        super().__init__()
+        ids_V = tensors.pop("target_ids", None)
+        fill(net, tensors, weights)
+        self.net: Any = net
+        self.rope: Any = layers.rope(weights)
+        self.embed: Any = net.embed_tokens if hasattr(net, "embed_tokens") else weights.embedding()
+        self.head: Any = net.lm_head if hasattr(net, "lm_head") else weights.head()
+        self.to_target = TargetVocabulary(None if ids_V is None else ids_V.to(weights.device), vocab_size)
+        self.layers, self.max_model_len, self.vocab_size = layers.shapes, layers.max_model_len, vocab_size
