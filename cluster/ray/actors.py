@@ -1,13 +1,10 @@
 """The Ray actors' base: one long `run()`, and a second concurrency group for control calls.
 
-An actor that serves, or is stuck, can still return its stacks or be ended.
+An actor that serves, or is stuck, can still be asked where it is, or be ended.
 """
 
 import logging
 import os
-import sys
-import threading
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,16 +37,6 @@ def this_process() -> ProcessLocation:
     return ProcessLocation(f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid())
 
 
-def stacks() -> str:
-    """Return the stacks of all threads of this process."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = [
-        f"{names.get(ident, 'unknown thread')}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    ]
-    return "\n".join(parts)
-
-
 class ActorBase:
     """The control calls of all our actors."""
 
@@ -57,11 +44,6 @@ class ActorBase:
     def location(self) -> ProcessLocation:
         """Return the location of the actor's process."""
         return this_process()
-
-    @ray.method(concurrency_group="control")
-    def stack_dump(self) -> str:
-        """Return the stacks of all threads."""
-        return stacks()
 
     @ray.method(concurrency_group="control")
     def leave(self) -> None:

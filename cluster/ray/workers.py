@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.ray.actors import ProcessLocation, WorkerActor, remote, this_process
 from cluster.ray.cluster import forwarded_variables, node_address
@@ -24,7 +24,6 @@ from cluster.ray.spares import Spares
 from cluster.transport.process_workers import BODY
 from cluster.transport.worker_process import WorkerSpec
 from cluster.transport.zmq_hub import ZmqHub
-from protos.errors import PlacementError
 from protos.worker_messages import Died, FromWorker, Heartbeat, Placed, ToWorker, WorkerId
 
 RAY_KILL_S = 0.1
@@ -183,20 +182,6 @@ class RayWorkerGroup:
                 actor.wait_gone()
             else:
                 threading.Thread(target=actor.wait_gone, name="slipstream-ending", daemon=True).start()
-
-    def stack_dump(self, worker: WorkerId, timeout_s: float = 5.0) -> str:
-        """Return the stacks of all threads of *worker*, which may be stuck.
-
-        Raises:
-            PlacementError: there is no such worker, or it does not answer.
-        """
-        actor = self._actors.get(worker)
-        try:
-            if actor is not None:
-                return str(ray.get(actor.handle.stack_dump.remote(), timeout=timeout_s))
-        except (RayActorError, TimeoutError) as error:
-            raise PlacementError(f"{worker} does not answer: {type(error).__name__}") from error
-        raise PlacementError(f"there is no {worker}")
 
     def close(self) -> None:
         """See `WorkerGroup`. The placement group is released by its owner."""

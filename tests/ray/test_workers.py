@@ -182,15 +182,6 @@ def test_a_frozen_worker_can_be_left_to_its_end(make: Make, monkeypatch: pytest.
     wait_gone([pid], 4)
 
 
-def test_a_worker_that_is_stuck_can_be_asked_for_its_stacks(make: Make) -> None:
-    group = make("echo")
-    group.start([DRAFT])
-    until(group, Placed)
-    assert "in echo" in group.stack_dump(DRAFT)
-    with pytest.raises(PlacementError, match="there is no target rank 0"):
-        group.stack_dump(RANKS[0])
-
-
 def test_workers_die_with_who_made_them(ray_cluster: Any) -> None:
     placement = place(EVERYBODY, PlacementTimeout(PATIENCE_S), lambda line: None)
 
