@@ -163,7 +163,7 @@ class RejectionSampler:
             self._write_path(row, row.path)
 
     def _verify_down(self, scored: Scored, rows: Seq[_VerifiedRow], u_RN: Floats) -> None:
-        """Verify all trees together, a level at a time, as `rejection_math_trees.standard_tree` does."""
+        """Descend all trees together, a level at a time, from the root as long as a child is accepted."""
         active = [(row, u_N) for row, u_N in zip(rows, u_RN, strict=True) if ROOT in row.children]
         while active:
             p_WL = self._probabilities_after(scored, [(row, row.end) for row, _ in active])

@@ -93,22 +93,6 @@ def standard_node(p_L: Floats, children: Children) -> NodeResiduals:
     return NodeResiduals(np.minimum(1.0, np.array(acceptance)), np.array(scales), np.array(residuals))
 
 
-def standard_tree(p: Mapping[int, Floats], children: Mapping[int, Children], u_N: Floats) -> PathEnd:
-    """Descend from the root to the first accepted child, as long as there is one; arguments as for `block_tree`.
-
-    The distribution of children must not depend on other nodes of their depth: one node of each depth is verified.
-    """
-    node = ROOT
-    while node in children:
-        below = children[node]
-        residuals = standard_node(p[node], below)
-        accepted = first_accepted(residuals, u_N[list(below.nodes)])
-        if accepted is None:
-            return PathEnd(node, 1.0, float(residuals.scales_J[-1]), residuals.residuals_JL[-1])
-        node = below.nodes[accepted]
-    return PathEnd(node, 1.0, 1.0, None)
-
-
 def first_accepted(residuals: NodeResiduals, u_W: Floats) -> int | None:
     """Return which child is accepted, None for none."""
     accepted_W = np.flatnonzero(u_W < residuals.acceptance_W)

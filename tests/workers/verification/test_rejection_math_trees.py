@@ -1,6 +1,6 @@
 """Rejection sampling of trees, proved by enumeration: all drafts and outcomes of small models are added up."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import permutations
 
 import numpy as np
@@ -90,13 +90,29 @@ class Tree:
 Ends = Iterator[tuple[float, PathEnd]]
 
 
+def standard_tree(p: Mapping[int, Floats], children: Mapping[int, Children], u_N: Floats) -> PathEnd:
+    """Descend from the root to the first accepted child, as long as there is one; arguments as for `block_tree`.
+
+    The distribution of children must not depend on other nodes of their depth: one node of each depth is verified.
+    """
+    node = ROOT
+    while node in children:
+        below = children[node]
+        residuals = rules_trees.standard_node(p[node], below)
+        accepted = rules_trees.first_accepted(residuals, u_N[list(below.nodes)])
+        if accepted is None:
+            return PathEnd(node, 1.0, float(residuals.scales_J[-1]), residuals.residuals_JL[-1])
+        node = below.nodes[accepted]
+    return PathEnd(node, 1.0, 1.0, None)
+
+
 def standard_ends(p: dict[int, Floats], children: dict[int, Children], count: int) -> Ends:
     """Yield every outcome of recursive rejection sampling, with its probability."""
     probabilities = np.zeros(count)
     for node, below in children.items():
         probabilities[below.nodes] = rules_trees.standard_node(p[node], below).acceptance_W
     for weight, u_N in on_either_side(probabilities.tolist()):
-        yield weight, rules_trees.standard_tree(p, children, u_N)
+        yield weight, standard_tree(p, children, u_N)
 
 
 def block_ends(p: dict[int, Floats], children: dict[int, Children], count: int) -> Ends:
