@@ -46,11 +46,6 @@ class Admission:
         self._started_at = time.monotonic()
         self._pace_s = 0.0
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests without a token yet."""
-        return len(self._waiting)
-
     def check(self, num_requests: int = 1, num_tokens: int = 1) -> None:
         """Check that the queue has room. If nothing waits, a prompt of any length is accepted.
 
