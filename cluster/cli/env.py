@@ -12,7 +12,7 @@ from cluster.cli.console import OUT, show_warnings
 from protos.config.engine import EngineConfig, to_json
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pydantic", "msgspec", "pyzmq",
-            "numpy", "fastapi", "uvicorn", "ray", "flashinfer-python", "triton")  # fmt: skip
+            "numpy", "fastapi", "uvicorn", "ray", "triton")  # fmt: skip
 CPU_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
              "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")  # fmt: skip
 VARIABLES = (

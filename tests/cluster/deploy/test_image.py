@@ -68,7 +68,7 @@ def test_the_steps_of_the_image_install_what_it_starts(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(place)], check=True)
     venv.create(home, with_pip=True)
     defaults = dict(rest.split("=", 1) for word, rest in docker_steps() if word == "ARG")
-    environment = {**os.environ, "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}", **defaults, "EXTRAS": ""}
+    environment = {**os.environ, "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}", **defaults}
     for word, rest in docker_steps():
         if word == "RUN" and rest.startswith(("pip ", "slipstream ")):
             subprocess.run(
