@@ -234,7 +234,7 @@ def _instantiate(folder: Path, name: str, dtype: torch.dtype, device: torch.devi
     except ModelError:
         raise
     except (*UNREADABLE, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
+        raise _unloadable(name, error) from error
     if report["missing_keys"]:
         raise missing_error(name, report["missing_keys"], report["unexpected_keys"])
     check_left_over(name, model, report["unexpected_keys"])
@@ -252,7 +252,11 @@ def _instantiate_shard(  # noqa: PLR0917
     except UNREADABLE as error:
         if isinstance(error, ModelError | ConfigError):
             raise
-        raise ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}") from error
+        raise _unloadable(name, error) from error
+
+
+def _unloadable(name: str, error: Exception) -> ModelError:
+    return ModelError(f"{name} cannot be loaded: {' '.join(str(error).split())[:500]}")
 
 
 def _vocab_size(model: Any, ranks: int) -> int:
