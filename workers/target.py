@@ -20,7 +20,7 @@ from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification.acceptance import AcceptanceRule, AcceptedTokens, SampleAndMatch, Scored
 from workers.verification.draft_probs import NO_DRAFT_PROBS, DraftProbsBySlot
-from workers.verification.probes import accept_with_probes, with_probed
+from workers.verification.probes import ProbedBySlot, accept_with_probes, with_probed
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,8 @@ class TargetWorker:
         began = time.monotonic()
         scoring, prompt_P = self._lay_out(rows, drafts)
         self.sampler.begin(rows, drafts)
-        logits_XV, states_TF = self.runner.run(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
+        logits_XV = self._forward(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
         self.forward_s, self.has_forwarded = time.monotonic() - began, True
-        if states_TF is not None:
-            self._offsets_R, self._states_TF = scoring.batch.offsets_R, states_TF
         logits_NV = logits_XV[: len(scoring.wanted_N)]
         scored = Scored(
             rows,
@@ -170,10 +168,7 @@ class TargetWorker:
             scoring.batch.tree_masks is not None,
             probs,
         )
-        if scored.has_trees and any(draft.probes for draft in drafts):
-            accepted, probed = accept_with_probes(self._rule, scored, self.slots)
-        else:
-            accepted, probed = self._rule.accept(scored), {}
+        accepted, probed = self._accept(scored)
         verdicts = self._verdicts(rows, drafts, scoring, accepted, logits_NV)
         if probed:
             verdicts = [with_probed(verdict, probed) for verdict in verdicts]
@@ -181,6 +176,19 @@ class TargetWorker:
             self._add_prompt_logprobs(verdicts, rows, scoring.batch, prompt_P, logits_XV[len(scoring.wanted_N) :])
         self.verify_s = time.monotonic() - began - self.forward_s
         return [verdict for verdict in verdicts if verdict is not None]
+
+    def _forward(self, batch: Batch, wanted_X: Ints) -> torch.Tensor:
+        """Return the logits at the wanted tokens, `[X, V]`; keep the features, if there are any."""
+        logits_XV, states_TF = self.runner.run(batch, wanted_X)
+        if states_TF is not None:
+            self._offsets_R, self._states_TF = batch.offsets_R, states_TF
+        return logits_XV
+
+    def _accept(self, scored: Scored) -> tuple[list[AcceptedTokens], ProbedBySlot]:
+        """Return what the rule accepts, and the tokens after probes by slot."""
+        if scored.has_trees and any(draft.probes for draft in scored.drafts):
+            return accept_with_probes(self._rule, scored, self.slots)
+        return self._rule.accept(scored), {}
 
     @property
     def samples_and_matches(self) -> bool:
