@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Batch = tuple[torch.Tensor, Ints, Ints]  # logits, slots and index of N rows
+SampledRows = tuple[torch.Tensor, Ints, Ints]  # logits, slots and index of N rows
 SampleFunction = Callable[[torch.Tensor, Ints, Ints], torch.Tensor]
 Flags = npt.NDArray[np.bool_]
 BLOCK_ELEMENTS = 1 << 15  # logits processed at a time on the host, so that they stay in the processor's cache
@@ -279,7 +279,9 @@ def _greedy(logits_NV: torch.Tensor, _slots_N: Ints, _index_N: Ints) -> torch.Te
     return greedy(logits_NV)
 
 
-def by_part(first_N: Flags, sample_first: SampleFunction, sample_rest: SampleFunction, batch: Batch) -> torch.Tensor:
+def by_part(
+    first_N: Flags, sample_first: SampleFunction, sample_rest: SampleFunction, batch: SampledRows
+) -> torch.Tensor:
     """Sample rows marked in `first_N` with one function, the rest with the other; copy logits if both have rows."""
     if first_N.all():
         return sample_first(*batch)
