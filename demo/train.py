@@ -31,8 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from demo import HERE, corpus, own_text, train_heads
 from demo.losses import distillation_loss, next_token_loss
 from demo.train_heads import Material
-from demo.trainer import Trainer, TrainingRun, device, encode
-from protos.errors import ConfigError
+from demo.trainer import Trainer, TrainingError, TrainingRun, device, encode
 
 VOCAB_SIZE = 4096
 CONTINUED_RATE = (
@@ -222,9 +221,9 @@ def _train_target(args: argparse.Namespace, target: Path) -> None:
 def _check(args: argparse.Namespace) -> None:
     for name, folder in (("target", args.target), ("draft", args.draft)):
         if folder is not None and not folder.is_dir():
-            raise ConfigError(f"--{name}: no such folder: {folder}")
+            raise TrainingError(f"--{name}: no such folder: {folder}")
     if not corpus.split(args.text)[0]:
-        raise ConfigError(f"--text: no .py, .txt or .md file below {args.text} to learn from")
+        raise TrainingError(f"--text: no .py, .txt or .md file below {args.text} to learn from")
 
 
 def main() -> None:
@@ -233,7 +232,7 @@ def main() -> None:
     try:
         _check(args)
         _train(args)
-    except ConfigError as error:
+    except TrainingError as error:
         sys.exit(f"demo.train: error: {error}")
 
 

@@ -11,9 +11,12 @@ from torch import nn
 from tqdm import tqdm
 
 from demo.losses import Loss
-from protos.errors import ConfigError
 
 CHECKPOINT_EVERY_S = 120.0
+
+
+class TrainingError(Exception):
+    """A model cannot be trained as asked; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Trainer:
     """Trains one model for the time of its run; can be stopped and resumed at any time.
 
     Raises:
-        ConfigError: there is too little text, or the checkpoint is one of another purpose.
+        TrainingError: there is too little text, or the checkpoint is one of another purpose.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Trainer:
     ) -> None:
         shortest = min(len(stream) for stream in streams)
         if shortest <= run.length:
-            raise ConfigError(f"the text has {shortest} tokens, but sequences of {run.length} are cut from it")
+            raise TrainingError(f"the text has {shortest} tokens, but sequences of {run.length} are cut from it")
         self.model, self.streams, self.run, self.state = model, streams, run, state
         self.optimizers = optimized_by(model, run.learning_rate)
         self.step, self.seconds = 0, 0.0
@@ -94,7 +97,7 @@ class Trainer:
         saved = torch.load(self.state, weights_only=True)
         purpose = saved.get("purpose", self.run.purpose)
         if purpose != self.run.purpose:
-            raise ConfigError(
+            raise TrainingError(
                 f"{self.state} is the checkpoint of {purpose}, not of {self.run.purpose}: delete its folder, or give "
                 "another with --work"
             )

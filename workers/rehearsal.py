@@ -105,7 +105,7 @@ def memory_of_steps(config: EngineConfig, model: LoadedModel, taps: Taps | None,
 
 
 def _peak_of_graphs(worker: TargetWorker, config: EngineConfig, largest: Rehearsal) -> int:
-    """Return the bytes that graphs of whole rounds take, and those of forwards alone with their logits."""
+    """Return the bytes of whole rounds as graphs, with counts of tokens, and of forwards alone, with their logits."""
     rounds = _peak(worker, largest._replace(rows=min(largest.rows, MOST_ROWS)))
     limits = config.scheduler
     rounds += TokenCounts.num_bytes(limits.max_num_seqs, worker.runner.loaded.vocab_size)

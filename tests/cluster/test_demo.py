@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.settings import engine_config
 from demo import corpus, losses, own_text, pair, programs, train, train_heads, trainer
-from protos.errors import ConfigError
+from demo.trainer import TrainingError
 
 SMALL = 80 * 1000 * 1000
 
@@ -67,13 +67,13 @@ def test_a_checkpoint_is_resumed_for_its_own_purpose_only(tmp_path: Path) -> Non
     first, other = (trainer.TrainingRun(0.0, length=8, purpose=purpose) for purpose in purposes)
     trainer.Trainer(torch.nn.Linear(2, 2), streams, first, state).train(lambda ids: ids.sum(), "draft")
     trainer.Trainer(torch.nn.Linear(2, 2), streams, first, state)
-    with pytest.raises(ConfigError, match=r"is the checkpoint of a draft for .*target on .*, not of .* from .*draft"):
+    with pytest.raises(TrainingError, match=r"is the checkpoint of a draft for .*target on .*, not of .* from .*draft"):
         trainer.Trainer(torch.nn.Linear(2, 2), streams, other, state)
 
 
 def test_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     streams, run = [torch.zeros(8, dtype=torch.int32)], trainer.TrainingRun(1.0, length=8)
-    with pytest.raises(ConfigError, match="the text has 8 tokens, but sequences of 8 are cut from it"):
+    with pytest.raises(TrainingError, match="the text has 8 tokens, but sequences of 8 are cut from it"):
         trainer.Trainer(torch.nn.Linear(2, 2), streams, run, tmp_path / "none.pt")
 
 

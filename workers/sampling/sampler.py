@@ -225,10 +225,9 @@ class Sampler:
         self._limits_S.top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
         self._limits_S.top_p[slot] = sampling.top_p
         self._limits_S.min_p[slot] = sampling.min_p
-        had_processors, has_processors = self._has_processors_S[slot], changes_logits(sampling)
-        if had_processors or has_processors:
+        if self._has_processors_S[slot] or changes_logits(sampling):
             self._processors.join(slot)
-        self._has_processors_S[slot] = has_processors
+        self._has_processors_S[slot] = changes_logits(sampling)
         self._has_logprobs_S[slot] = sampling.logprobs is not None or sampling.prompt_logprobs is not None
 
     def _process_and_sample(self, logits_NV: torch.Tensor, slots_N: Ints, index_N: Ints) -> torch.Tensor:

@@ -17,6 +17,7 @@ from tests.support.identity import generate
 from tests.support.models.tiny_models import build, perturb
 from tests.support.policies import always
 from workers import build as loading
+from workers.gpu.token_counts import TokenCounts
 from workers.model.runner import ModelRunner
 from workers.rehearsal import Rehearsal
 from workers.sampling.sampler import Sampler
@@ -116,9 +117,10 @@ def test_the_peak_of_sampling_and_graphs_are_kept_free(pair: tuple[Path, Path]) 
         with mock.patch.object(loading, "blocks_that_fit", wraps=loading.blocks_that_fit) as fit:
             llm, lines = start(pair, memory)
         sampling = 4 * (1 + K) * PER_POSITION  # more than 64 tokens of prompts
-        assert [call.args[3] for call in fit.call_args_list] == [2 * sampling]
-        assert loading.cache_bytes(fit.call_args.args[0], fit.call_args.args[1], 2 * sampling) == (
-            int(FREE - (1 - 0.9) * TOTAL) - 2 * sampling
+        kept = 2 * sampling + TokenCounts.num_bytes(4, 96)
+        assert [call.args[3] for call in fit.call_args_list] == [kept]
+        assert loading.cache_bytes(fit.call_args.args[0], fit.call_args.args[1], kept) == (
+            int(FREE - (1 - 0.9) * TOTAL) - kept
         )
         assert len(lines) == 1
         assert lines[0].startswith("device memory: of 1.00 GiB, 0.88 are free beside 0.00 of weights; the largest step")
