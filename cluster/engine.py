@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from cluster import assemble
@@ -63,8 +64,8 @@ class Engine(Protocol):
         """
         ...
 
-    def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
-        """Abort requests; return outputs of others that arrived meanwhile."""
+    def abort(self, request_ids: Sequence[str], on_outputs: Callable[[list[TokenOutput]], None]) -> None:
+        """Abort requests; outputs of others that come of it are passed to *on_outputs*, before any later ones."""
         ...
 
     def step(self) -> list[TokenOutput]:
@@ -105,13 +106,14 @@ class LocalEngine:
         self.turn = threading.RLock()
         self._has_ended = False
 
-    def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
+    def abort(self, request_ids: Sequence[str], on_outputs: Callable[[list[TokenOutput]], None]) -> None:
         """See `Engine`. During a step, as when a reader is collected within one, they end with the next."""
         self._inbox.put([Abort(tuple(request_ids))])
         if not self.turn.acquire(blocking=False):
-            return []
+            return
         try:
-            return [] if self.assembled.controller.is_stepping or self._has_ended else self.step()
+            if not (self.assembled.controller.is_stepping or self._has_ended):
+                on_outputs(self.step())
         finally:
             self.turn.release()
 
@@ -187,13 +189,17 @@ class ChannelEngine:
     def put(self, requests: Sequence[Request]) -> None:
         """See `Engine`."""
         self._check()
-        self._thread.send(Commands.start(requests))
+        try:
+            self._thread.send(Commands.start(requests))
+        except RuntimeError:  # the event loop is closed, if another thread shuts the engine down now
+            self._check()
+            raise
 
-    def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
+    def abort(self, request_ids: Sequence[str], on_outputs: Callable[[list[TokenOutput]], None]) -> None:
         """See `Engine`. Does not wait; later outputs of these requests are dropped."""
         if self._failure is None:
-            self._thread.send(Commands(aborts=tuple(request_ids)))
-        return []
+            with suppress(RuntimeError):  # as above
+                self._thread.send(Commands(aborts=tuple(request_ids)))
 
     def step(self) -> list[TokenOutput]:
         """See `Engine`."""

@@ -195,7 +195,7 @@ class LLM:
                 f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}", "sampling_params"
             )
         if len(params) != count:
-            wrong = f"sampling_params has {len(params)} entries for {count} prompts"
+            wrong = f"sampling_params must have {count} entries, as prompts, got {len(params)}"
             raise InvalidRequestError(wrong, "sampling_params")
         return params
 
@@ -246,7 +246,7 @@ class LLM:
                     del self._arrived[output.request_id]
                 yield output
         except (GeneratorExit, KeyboardInterrupt):
-            self._distribute(self._engine.abort(tuple(running)))
+            self._engine.abort(tuple(running), self._distribute)
             raise
         finally:
             for name in running:

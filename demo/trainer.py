@@ -98,7 +98,7 @@ class Trainer:
         purpose = saved.get("purpose", self.run.purpose)
         if purpose != self.run.purpose:
             raise TrainingError(
-                f"{self.state} is the checkpoint of {purpose}, not of {self.run.purpose}: delete its folder, or give "
+                f"{self.state} is the checkpoint of {purpose}, not of {self.run.purpose}: delete it, or give "
                 "another with --work"
             )
         self.model.load_state_dict(saved["model"])

@@ -4,7 +4,8 @@ import difflib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 from pydantic_core import ArgsKwargs, SchemaValidator
@@ -90,7 +91,10 @@ def _message(kind: str, message: str, numbers: Mapping[str, Any]) -> str:
 
 def _numbers(cls: type) -> dict[str, str]:
     """Return the fields of *cls* that hold numbers and no booleans, each with the kind of number."""
-    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(cls).items()}
+    kinds = {
+        name: get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
+        for name, hint in get_type_hints(cls).items()
+    }
     return {
         name: "number" if float in types else "integer"
         for name, types in kinds.items()

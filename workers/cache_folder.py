@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import shutil
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def compiler_version(name: str) -> str:
 
     It is not run: this is part of the key of every look-up.
     """
-    found = shutil.which(name)
+    found = shutil.which(shlex.split(name)[-1])  # it may be called through ccache
     if found is None:
         return "none"
     path = Path(found).resolve()

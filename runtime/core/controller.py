@@ -1,6 +1,6 @@
 """The step loop: admit requests, plan a step, run it on the workers, commit the result.
 
-Every engine has one `Controller`. `LLM` in one process calls `step` from its own thread
+Every engine has one `Controller`. `LLM` in one process calls `step` from its callers' threads
 (`cluster.engine.LocalEngine`). HTTP and gRPC servers have it in a child process, and engines on Ray in an actor;
 there the loop is `runtime.frontend.controller_loop.run_controller`, which calls `step` until its inbox is stopped.
 """
@@ -57,7 +57,8 @@ class LocalInbox:
 def _uninterrupted() -> Iterator[None]:
     """Let a KeyboardInterrupt that comes in the block wait for its end: what is half done would be lost.
 
-    It comes in the main thread alone, where `LLM` runs steps; a program's own handler of SIGINT is left as it is.
+    It comes in the main thread alone, so steps of other threads are not interrupted. A program's own handler of SIGINT
+    is left as it is.
     """
     handler = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or _signal.getsignal(signal.SIGINT) is not handler:

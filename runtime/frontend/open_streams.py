@@ -77,7 +77,9 @@ class OpenStreams:
         """Whether *output* is of an aborted request, whose id another one may have by now. Those come first."""
         is_aborted = output.request_id in self._aborted
         if is_aborted and output.finish_reason is not None:
-            self._aborted -= Counter([output.request_id])
+            self._aborted[output.request_id] -= 1
+            if not self._aborted[output.request_id]:
+                del self._aborted[output.request_id]
         return is_aborted
 
     def fail(self, stream: StreamQueue, error: SlipstreamError) -> None:

@@ -135,6 +135,7 @@ class CostCurve:
         if count < FEW and num_rounds == 1:
             self._own_B[bin_] = self._typical(size, found)
         else:
+            self._few.pop(bin_, None)  # a median of later rounds begins with what these show
             self._own_B[bin_] = own + rate * error
             self._shared += (1 - rate) * _rate(self._shared_rate, num_rounds) * error
         self._shared_B[bin_] = self._shared - (moved / 2 if count else 0.0)

@@ -57,8 +57,8 @@ def loss(
     """Return the seconds that a round with *k* draft tokens for each row loses against one with the *usual* number.
 
     *gain* is that of the usual number over plain decoding. The draft reads tokens of plain rounds later, in *read_s*.
-    Usual rounds take *usual_s*: much less than with that number from all sources for all rows, if most do not draft.
-    What those that do not draft then take is lost.
+    *usual_s* is what usual rounds take. Where most rows do not draft, that is much less than if all of them did; for
+    the part of those that do not, all that drafting adds is lost.
     """
     if not k:
         return max(0.0, (gain - 1) * costs.plain() + read_s)

@@ -77,7 +77,7 @@ def test_parameters_for_each_prompt_and_several_samples(llm: LLM) -> None:
     assert [len(sample.token_ids) for sample in first.outputs] == [3]
     assert [(sample.index, len(sample.token_ids)) for sample in second.outputs] == [(0, 5), (1, 5)]
     assert second.outputs[0].token_ids != second.outputs[1].token_ids
-    with pytest.raises(InvalidRequestError, match="2 entries for 3 prompts"):
+    with pytest.raises(InvalidRequestError, match="must have 3 entries, as prompts, got 2"):
         llm.generate(PROMPTS, params)
 
 

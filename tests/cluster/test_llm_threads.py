@@ -11,7 +11,7 @@ import pytest
 from cluster.engine import ChannelEngine
 from cluster.settings import engine_config
 from protos.errors import EngineDeadError
-from protos.messages import RoundPlan, Verdict
+from protos.messages import RoundPlan, TokenOutput, Verdict
 from protos.sampling import SamplingParams
 from runtime.frontend.channel import Commands, Ready
 from slipstream import LLM
@@ -92,6 +92,25 @@ def test_a_reader_collected_within_a_step_begins_no_other(llm: LLM, monkeypatch:
     monkeypatch.setattr(executor, "run", collecting)
     assert answer(llm, PROMPTS) == expected
     assert (llm.stats().num_running, llm.stats().num_waiting) == (0, 0)
+
+
+def test_what_an_abort_brings_is_kept_for_its_readers_before_another_thread_steps(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribute, is_turn = llm._distribute, list[bool]()
+
+    def watched(outputs: Sequence[TokenOutput]) -> None:
+        is_turn.append(llm._engine.turn._is_owned())  # type: ignore[attr-defined]
+        distribute(outputs)
+
+    ended, other = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    next(ended)
+    found = list(next(other).token_ids)
+    monkeypatch.setattr(llm, "_distribute", watched)
+    ended.close()
+    assert is_turn == [True]
+    found += [token for output in other for token in output.token_ids]
+    assert [found] == answer(llm, PROMPTS[1:2])
 
 
 def test_after_shutdown_requests_are_refused(start: Start) -> None:

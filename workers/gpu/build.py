@@ -79,7 +79,8 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
         return
     drafts = DeviceDrafts(engine, drafter.shape, max_draft, drafter.area)
     room = InputRoom(slots.blocks.shape[1], drafts.num_known, 0, max_draft + UNCOUNTED)
-    buffers = Buffers.of(sizes, slots, device, room, sampler.vocab_size)
+    is_chain = drafter.shape.width == 1  # candidates for trees are chosen without penalties
+    buffers = Buffers.of(sizes, slots, device, room, sampler.vocab_size, penalises=is_chain)
     loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(device, Solo()))
     made = {size: drafter.program(buffers.inputs[size]) for size in sizes}
     programs = {
@@ -145,7 +146,7 @@ def _captured(
         slots.blocks.shape[1], 1 if drafts is None else drafts.num_known, most_moves, most_drafted + UNCOUNTED
     )
     samples = runner.loaded.group.rank == 0
-    buffers = Buffers.of(sizes, slots, runner.device, room, sampler.vocab_size, samples=samples)
+    buffers = Buffers.of(sizes, slots, runner.device, room, sampler.vocab_size, penalises=samples)
     area = None if drafter is None else drafter.area
     steps = {
         size: TargetStep(runner, attention, buffers.inputs[size], buffers.results, sampler.vocab_size, area=area)

@@ -236,7 +236,7 @@ class Buffers:
     Attributes:
         inputs: of every size, in one area.
         results: of every size.
-        is_counted: whether graphs count tokens, and apply penalties.
+        is_counted: whether rounds with penalties may be run as graphs.
     """
 
     inputs: Mapping[Size, RoundInputs]
@@ -252,7 +252,7 @@ class Buffers:
         room: InputRoom,
         vocab_size: int,
         *,
-        samples: bool = True,
+        penalises: bool,
     ) -> "Buffers":
         """Allocate them.
 
@@ -262,10 +262,11 @@ class Buffers:
             device: of the graphs.
             room: as for `layout`.
             vocab_size: ids that may be sampled.
-            samples: whether the graphs sample, of several ranks the first one's alone.
+            penalises: whether the graphs apply penalties themselves. Those of ranks that do not sample, and of trees
+                of drafts, leave them out.
         """
         is_counted = choosing.has_kernels(device)
-        counts = TokenCounts(slots, vocab_size, device) if is_counted and samples else None
+        counts = TokenCounts(slots, vocab_size, device) if is_counted and penalises else None
         num_bytes = max(layout(size, room).size for size in sizes)
         staging = StagingArea(num_bytes, device)
         results = ResultArea(max(LINE * size.rows * size.queries for size in sizes), device)

@@ -10,7 +10,7 @@ IN_PROMPT = 1 << 30
 """This bit of a count is set for tokens of the prompt; the bits below count those of the output."""
 
 UNCOUNTED = 32
-"""Graphs count so many tokens of a row: one of this round, and one of each round before that ran another way."""
+"""Graphs have room for so many tokens of rounds that ran another way, beside those of one round of their own."""
 
 
 class TokenCounts:

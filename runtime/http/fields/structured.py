@@ -80,7 +80,14 @@ class StructuredFields(BaseModel):
         try:
             yield
         except InvalidRequestError as error:
-            name = next((name for name in StructuredFields.model_fields if getattr(self, name) is not None), PARAM)
+            name = self._name_sent()
             if error.param != PARAM or name == PARAM:
                 raise
             raise InvalidRequestError(str(error).replace(PARAM, name, 1), name) from None
+
+    def _name_sent(self) -> str:
+        """Return the name of the field that requests structured output; plain text is none."""
+        if self.response_format is not None and self.response_format.structured_outputs_fields() is not None:
+            return "response_format"
+        names = [name for name in StructuredFields.model_fields if name != "response_format"]
+        return next((name for name in names if getattr(self, name) is not None), PARAM)

@@ -56,6 +56,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "structured_outputs": {"regex": "["}}, "structured_outputs", "structured_outputs: "),
     ({"prompt": "x", "guided_choice": [""]}, "guided_choice", "guided_choice: choice must not hold an empty text"),
     (
+        {"prompt": "x", "response_format": {"type": "text"}, "structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "structured_outputs",
+        "structured_outputs: ",
+    ),
+    (
         {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [2**60 + 1]}}}},
         "response_format",
         "response_format: json has the integer",

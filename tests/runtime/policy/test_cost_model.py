@@ -79,6 +79,16 @@ def test_what_few_noisy_rounds_show_of_a_size_is_right_on_average(noise: float) 
     assert abs(mean(found)) < 0.3 * noise
 
 
+def test_rounds_that_are_shown_together_count_beside_single_ones() -> None:
+    curve = CostCurve({1: 0.011, 4: 0.011}, 8)
+    run(curve, 1, 0.011, 100)
+    curve.observe(4, 0.02)
+    curve.observe(4, 0.02, num_rounds=5)
+    run(curve, 4, 0.011, 1)
+    run(curve, 4, 0.02, 1)
+    assert curve.at(4) > 0.016, "most rounds took 0.02"
+
+
 def test_disturbed_rounds_of_one_size_do_not_make_others_ever_slower() -> None:
     """The seconds of other sizes follow those of the size that is run, and no more."""
     rng, curve = random.Random(0), CostCurve({1: 0.004, 8: 0.006}, 8)
