@@ -17,11 +17,11 @@ from protos.messages import Request, Sampling
 from protos.sampling import SamplingParams
 from protos.seeds import MASK, mix, mix_seed
 from protos.validation import shown
-from runtime.text.bad_words import bad_word_ids, check_allowed, check_number, num_logprobs, pack_ids
 from runtime.text.chat import render_chat
 from runtime.text.grammar_validator import GrammarChecker
 from runtime.text.prompts import Prompt, check_prompt_dict
 from runtime.text.special_tokens import SpecialTokenEscaper, SpecialTokenMarks
+from runtime.text.token_options import bad_word_ids, check_allowed, check_number, num_logprobs, pack_ids
 from runtime.text.tokenizer import Tokenizer
 
 INTEGERS = frozenset({int, np.int32, np.int64})

@@ -17,7 +17,7 @@ from protos.grammars.fork import Refusal, framed
 from protos.grammars.host import GrammarHost, GrammarProcess, wait_for
 from protos.guidance import GrammarError
 from protos.messages import Grammar, NewSequence, Row, Sampling
-from runtime.text.bad_words import pack_ids
+from runtime.text.token_options import pack_ids
 from tests.structured.brittle_followers import brittle_host
 from tests.support.grammar_sampling import PATIENT, VOCAB, engine_of, is_allowed, logits_of, replaced, said
 from tests.support.structured import EOS, word_list

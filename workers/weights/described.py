@@ -9,7 +9,7 @@ from protos.errors import ModelError
 from workers.weights.files import open_file
 from workers.weights.wrapped import WRAPPERS, language_config
 
-STANDS_FOR = {"kimi_k2": "deepseek_v3"}
+READ_AS = {"kimi_k2": "deepseek_v3"}
 """Model types that `transformers` lacks, whose own code differs in nothing, and the types that they are read as."""
 CONFIG, MODEL_OPT = "config.json", "hf_quant_config.json"
 
@@ -33,7 +33,7 @@ def read_described(folder: Path, name: str) -> dict[str, Any]:
 
 def _known(described: dict[str, Any]) -> dict[str, Any]:
     """Return a `config.json` with the type that `transformers` has for it, and without its repository's code."""
-    kind = STANDS_FOR.get(str(described.get("model_type")))
+    kind = READ_AS.get(str(described.get("model_type")))
     if kind is None:
         return described
     return {key: value for key, value in described.items() if key != "auto_map"} | {"model_type": kind}
@@ -58,7 +58,7 @@ def read_language_config(folder: Path) -> Any:
     described = read_described(folder, folder.name)
     config = (
         AutoConfig.for_model(**described)
-        if kind in STANDS_FOR
+        if kind in READ_AS
         else AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     )
     quantization = described.get("quantization_config")

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from protos.grammars.fork import Vocabulary
 from protos.grammars.host import GrammarHost
 from protos.messages import Grammar, Sampling
-from runtime.text.bad_words import pack_ids
+from runtime.text.token_options import pack_ids
 from tests.support.exactness.distribution import distribution
 from tests.support.exactness.engine import Emitted, Shape, Table, TableModel, World, run_rows, tree_distribution
 from tests.support.exactness.statistics import Finding, Ints, Probs, compare, counted

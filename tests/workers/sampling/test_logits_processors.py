@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from protos.messages import Sampling
-from runtime.text.bad_words import pack_ids
+from runtime.text.token_options import pack_ids
 from tests.support.sampling import VOCAB, draw, logits, table
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable

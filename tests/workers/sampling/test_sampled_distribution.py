@@ -17,7 +17,7 @@ from scipy import stats
 
 from protos.draft import Draft
 from protos.messages import Sampling
-from runtime.text.bad_words import pack_ids
+from runtime.text.token_options import pack_ids
 from tests.support.exactness.distribution import distribution as reference
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable

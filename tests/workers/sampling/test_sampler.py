@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from protos.messages import Sampling
-from runtime.text.bad_words import pack_ids
+from runtime.text.token_options import pack_ids
 from tests.support.sampling import VOCAB, draw, logits, table
 from workers.sampling.noise import gumbel, row_keys
 from workers.sampling.sample import Limits, distribution, greedy, sample, top_distribution, without_replacement
