@@ -28,6 +28,13 @@ def engine_of(
 ) -> tuple[AsyncEngine, Metrics]:
     """Return the client of the engine behind *channel*, which has not been started, and its metrics."""
     metrics = Metrics(served_names(config)[0], on_end=log_request_end if config.log_requests else None)
+    return client_of(channel, make_preprocessor, metrics, safety), metrics
+
+
+def client_of(
+    channel: Channel, make_preprocessor: MakePreprocessor, metrics: Metrics, safety: SafetyOptions
+) -> AsyncEngine:
+    """Return the client of the engine behind *channel*, with the limits of *safety*; *metrics* read its counters."""
     engine = AsyncEngine(
         channel,
         make_preprocessor,
@@ -37,7 +44,7 @@ def engine_of(
         queue=safety.queue,
     )
     metrics.use_stats(engine.stats)
-    return engine, metrics
+    return engine
 
 
 def server_options(

@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 
 from cluster.serving.frontend import bound
+from cluster.serving.setup import client_of
 from protos.config.engine import SpeculativeConfig
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.http.app import create_app
@@ -75,18 +76,8 @@ class Guarded:
 
 def guarded_engine(safety: SafetyOptions, max_model_len: int = 512) -> AsyncEngine:
     """Return the fake engine with the limits of *safety*; it drafts."""
-    metrics = Metrics("fake")
     channel = ThreadChannel(lambda inbox, say: build(inbox, say, max_model_len, DRAFTS))
-    engine = AsyncEngine(
-        channel,
-        make_preprocessor,
-        metrics,
-        timeout_s=safety.request_timeout,
-        reading=safety.reading,
-        queue=safety.queue,
-    )
-    metrics.use_stats(engine.stats)
-    return engine
+    return client_of(channel, make_preprocessor, Metrics("fake"), safety)
 
 
 class ListeningBounded(BoundedServer):
