@@ -68,9 +68,12 @@ class DraftEngine:
         return self._proposed(rows, lambda drafted: self.worker.propose_at_once(self.proposer, slots, drafted))
 
     def _proposed(self, rows: Seq[Row], propose: Callable[[list[DraftRow]], list[Draft]]) -> ProposedDrafts:
-        asked = [DraftRow(row.slot, row.k, depth=row.depth, room=self.worker.slots.room(row.slot)) for row in rows]
-        drafts = self._checked(asked, propose)
+        drafts = self._checked(self.asked(rows), propose)
         return ProposedDrafts(drafts, self.worker.draft_probs([row.slot for row in rows], drafts))
+
+    def asked(self, rows: Seq[Row]) -> list[DraftRow]:
+        """Return what the proposer is asked for *rows*."""
+        return [DraftRow(row.slot, row.k, depth=row.depth, room=self.worker.slots.room(row.slot)) for row in rows]
 
     def _checked(self, rows: list[DraftRow], propose: Callable[[list[DraftRow]], list[Draft]]) -> list[Draft]:
         """Return what *propose* returns, without tokens that are out of range; no drafts where it fails."""

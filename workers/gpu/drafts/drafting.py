@@ -52,7 +52,7 @@ class DeviceDrafts:
     def prepare(self, rows: Seq[Row]) -> DraftPlan:
         """Return what rows draft: nothing if they cannot. Rows that lack many tokens catch up first."""
         self._engine.begin()
-        asked = [DraftRow(row.slot, row.k, depth=row.depth, room=self._worker.slots.room(row.slot)) for row in rows]
+        asked = self._engine.asked(rows)
         wanting = [r for r, row in enumerate(asked) if row.max_chain]
         ready = {wanting[i] for i in self._worker.within_budget([asked[r] for r in wanting])}
         return self.plan([row if r in ready else DraftRow(row.slot, 0) for r, row in enumerate(asked)])
