@@ -99,7 +99,7 @@ from workers.gpu.kernels import penalties
 name, arch = json.loads(sys.argv[1])
 kernel = getattr(penalties, name)
 constants = {"count_kernel": {"PADDED": 8}, "penalise_kernel": {"BLOCK": penalties.BLOCK}}[name]
-kinds = {"logits_NV": "*fp32", "seen_SX": "*i32", "slots_R": "*i64", "new_RC": "*i64", "tokens_RQ": "*i64"}
+kinds = {"logits_NV": "*fp32", "seen_SV": "*i32", "slots_R": "*i64", "new_RC": "*i64", "tokens_RQ": "*i64"}
 kinds |= {"parents_RQ": "*i64"} | dict.fromkeys(("repetition_R", "presence_R", "frequency_R"), "*fp32")
 signature = {given: "constexpr" if given in constants else kinds.get(given, "i32") for given in kernel.arg_names}
 aligned = [i for i, given in enumerate(kernel.arg_names) if given in kinds]

@@ -164,8 +164,7 @@ class RoundInputs:
         fill(into["repetition_R"], rows.penalties.repetition, 1.0)
         fill(into["presence_R"], rows.penalties.presence, 0.0)
         fill(into["frequency_R"], rows.penalties.frequency, 0.0)
-        room = into["uncounted_RC"].shape[1]
-        fill(into["uncounted_RC"], counts.uncounted(rows.slots_R, rows.penalties, room), -1)
+        counts.write_uncounted(into["uncounted_RC"], rows.slots_R, rows.penalties)
 
     def penalise_(self, logits_NV: torch.Tensor, first: int, each: int) -> None:
         """Apply penalties in place, inside a graph. With the first column, the round's known tokens are counted.
@@ -180,8 +179,8 @@ class RoundInputs:
         from workers.gpu.kernels.penalties import count_, penalise_  # noqa: PLC0415 - triton may be missing
 
         if first == 0:
-            count_(self.counts.seen_SX, self.on_device)
-        penalise_(logits_NV, self.counts.seen_SX, self.on_device, first, each)
+            count_(self.counts.seen_SV, self.on_device)
+        penalise_(logits_NV, self.counts.seen_SV, self.on_device, first, each)
 
     def _cache_index(self, slots_X: Ints, places_X: Ints) -> Ints:
         size = self._slots.block_size

@@ -103,9 +103,8 @@ class DeviceRounds:
         if not plan.decodes or padded(len(plan.rows), self._row_sizes) is None:
             return None
         slots_R = np.array([row.slot for row in plan.rows], np.int64)
-        return (
-            None if self._worker.sampler.needs_host(slots_R, is_counted=self._captured.buffers.is_counted) else slots_R
-        )
+        needs_host = self._worker.sampler.needs_host(slots_R, is_counted=self._captured.buffers.is_counted)
+        return None if needs_host else slots_R
 
     def _score(self, plan: RoundPlan, slots_R: Ints, drafts: Seq[Draft]) -> RoundDone | None:
         """Score drafts that the host has."""

@@ -24,13 +24,13 @@ class TokenCounts:
         device: of the graphs.
 
     Attributes:
-        seen_SX: int32 `[S + 1, V]`; the last row is that of padding.
+        seen_SV: int32 `[S + 1, V]`; the last row is that of padding.
     """
 
     def __init__(self, slots: SlotTable, vocab_size: int, device: torch.device) -> None:
         num_slots = len(slots.generation)
         self._slots, self._vocab_size = slots, vocab_size
-        self.seen_SX = torch.zeros((num_slots + 1, vocab_size), dtype=torch.int32, device=device)
+        self.seen_SV = torch.zeros((num_slots + 1, vocab_size), dtype=torch.int32, device=device)
         self._generation_S = np.full(num_slots, -1, np.int64)
         self._counted_S = np.zeros(num_slots, np.int64)
 
@@ -39,16 +39,16 @@ class TokenCounts:
         """Return the memory of the counts."""
         return (num_slots + 1) * vocab_size * torch.int32.itemsize
 
-    def uncounted(self, slots_R: Ints, penalties: Penalties, room: int) -> Ints:
-        """Return the newest known tokens of each row that a graph is about to count, int64 `[R, room]`; padding is -1.
+    def write_uncounted(self, into_RC: Ints, slots_R: Ints, penalties: Penalties) -> None:
+        """Write the newest known tokens of each row that a graph is about to count; the rest is -1.
 
-        Rows without penalties have none.
+        Rows without penalties have none, nor have those after the given ones.
         """
-        uncounted_RC = np.full((len(slots_R), room), -1, np.int64)
+        into_RC[:] = -1
         rows = np.flatnonzero(~penalties.are_off)
         if not len(rows):
-            return uncounted_RC
-        slots_P = slots_R[rows]
+            return
+        room, slots_P = into_RC.shape[1], slots_R[rows]
         known_P, counted_P = self._slots.known_len[slots_P], self._counted_S[slots_P]
         is_other_P = (self._generation_S[slots_P] != self._slots.generation[slots_P]) | (counted_P > known_P)
         for slot in slots_P[is_other_P | (known_P - counted_P > room)].tolist():
@@ -57,9 +57,8 @@ class TokenCounts:
         places_PC = first_P[:, None] + np.arange(room)
         tokens_PC = self._slots.tokens[slots_P[:, None], np.minimum(places_PC, self._slots.tokens.shape[1] - 1)]
         is_new_PC = (places_PC < known_P[:, None]) & (tokens_PC < self._vocab_size)
-        uncounted_RC[rows] = np.where(is_new_PC, tokens_PC, -1)
+        into_RC[rows] = np.where(is_new_PC, tokens_PC, -1)
         self._counted_S[slots_P] = known_P
-        return uncounted_RC
 
     def _count_all(self, slot: int) -> None:
         """Count all known tokens of a sequence anew."""
@@ -67,8 +66,8 @@ class TokenCounts:
         known, prompt = int(slots.known_len[slot]), int(slots.prompt_len[slot])
         is_known_L = slots.tokens[slot, :known] < self._vocab_size
         num_of_prompt = int(is_known_L[:prompt].sum())
-        ids_M = torch.from_numpy(slots.tokens[slot, :known][is_known_L]).to(self.seen_SX.device)
-        seen_V = self.seen_SX[slot].zero_()
+        ids_M = torch.from_numpy(slots.tokens[slot, :known][is_known_L]).to(self.seen_SV.device)
+        seen_V = self.seen_SV[slot].zero_()
         seen_V.index_fill_(0, ids_M[:num_of_prompt], IN_PROMPT)
         output_M = ids_M[num_of_prompt:]
         seen_V.scatter_add_(0, output_M, torch.ones_like(output_M, dtype=torch.int32))

@@ -85,6 +85,8 @@ class Sequences:
             [[0, *(int(self.dice.integers(0, q)) for q in range(1, QUERIES))] for _ in range(rows)], np.int64
         )
         drafts_RQ = self.dice.integers(0, VOCAB, (rows, QUERIES))
+        uncounted_RC = np.empty((rows, self._case.room), np.int64)
+        self.counts.write_uncounted(uncounted_RC, self.slots_R, penalised)
         found = {
             "slots_R": torch.from_numpy(self.slots_R),
             "tokens_RQ": torch.from_numpy(drafts_RQ),
@@ -92,15 +94,15 @@ class Sequences:
             "repetition_R": torch.from_numpy(penalised.repetition),
             "presence_R": torch.from_numpy(penalised.presence),
             "frequency_R": torch.from_numpy(penalised.frequency),
-            "uncounted_RC": torch.from_numpy(self.counts.uncounted(self.slots_R, penalised, self._case.room)),
+            "uncounted_RC": torch.from_numpy(uncounted_RC),
         }
         wanted_NV = logits_NV.clone()
         for row, slot in enumerate(self.slots_R.tolist()):
             for column in range(QUERIES):
                 drafted = drafts_RQ[row, path(parents_RQ[row], column)]
                 self._penalise_on_host(wanted_NV[row * QUERIES + column], slot, drafted)
-        penalties.count_(self.counts.seen_SX, found)
-        penalties.penalise_(logits_NV, self.counts.seen_SX, found, 0, QUERIES)
+        penalties.count_(self.counts.seen_SV, found)
+        penalties.penalise_(logits_NV, self.counts.seen_SV, found, 0, QUERIES)
         return wanted_NV, logits_NV
 
     def _penalise_on_host(self, logits_V: torch.Tensor, slot: int, drafted: Ints) -> None:

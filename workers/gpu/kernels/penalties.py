@@ -21,7 +21,7 @@ _OUTPUT = tl.constexpr(IN_PROMPT - 1)
 
 @triton.jit(do_not_specialize=("columns",))
 def count_kernel(
-    seen_SX: tl.tensor,
+    seen_SV: tl.tensor,
     width: tl.tensor,
     slots_R: tl.tensor,
     new_RC: tl.tensor,
@@ -32,7 +32,7 @@ def count_kernel(
     row, column = tl.program_id(0), tl.arange(0, PADDED)
     new_C = new_RC + row * columns + column
     id_C = tl.load(new_C, mask=column < columns, other=-1)
-    tl.atomic_add(seen_SX + tl.load(slots_R + row) * width + id_C, 1, mask=id_C >= 0)
+    tl.atomic_add(seen_SV + tl.load(slots_R + row) * width + id_C, 1, mask=id_C >= 0)
     tl.store(new_C, tl.full((PADDED,), -1, tl.int64), mask=column < columns)
 
 
@@ -40,7 +40,7 @@ def count_kernel(
 def penalise_kernel(
     logits_NV: tl.tensor,
     stride: tl.tensor,
-    seen_SX: tl.tensor,
+    seen_SV: tl.tensor,
     width: tl.tensor,
     slots_R: tl.tensor,
     tokens_RQ: tl.tensor,
@@ -61,7 +61,7 @@ def penalise_kernel(
     if (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0):
         return
     id_B = block * BLOCK + tl.arange(0, BLOCK)
-    seen_B = tl.load(seen_SX + tl.load(slots_R + row) * width + id_B, mask=id_B < vocab, other=0)
+    seen_B = tl.load(seen_SV + tl.load(slots_R + row) * width + id_B, mask=id_B < vocab, other=0)
     for at in range(each):
         count_B, column = seen_B & _OUTPUT, row * 0 + first + at
         while column > 0:  # up to the newest known token, which is counted
@@ -75,29 +75,29 @@ def penalise_kernel(
         tl.store(at_B, lowered_B, mask=(id_B < vocab) & ((seen_B != 0) | (count_B != 0)))
 
 
-def count_(seen_SX: torch.Tensor, found: Mapping[str, torch.Tensor]) -> None:
+def count_(seen_SV: torch.Tensor, found: Mapping[str, torch.Tensor]) -> None:
     """Count the new known tokens of a round in place, once: they are marked as counted.
 
     Args:
-        seen_SX: `TokenCounts.seen_SX`.
+        seen_SV: `TokenCounts.seen_SV`.
         found: `RoundInputs.on_device`.
     """
     new_RC = found["uncounted_RC"]
     rows, columns = new_RC.shape
     count_kernel[(rows,)](
-        seen_SX, seen_SX.stride(0), found["slots_R"], new_RC, columns, PADDED=power_of_two(columns), num_warps=1
+        seen_SV, seen_SV.stride(0), found["slots_R"], new_RC, columns, PADDED=power_of_two(columns), num_warps=1
     )
 
 
 def penalise_(
-    logits_NV: torch.Tensor, seen_SX: torch.Tensor, found: Mapping[str, torch.Tensor], first: int, each: int
+    logits_NV: torch.Tensor, seen_SV: torch.Tensor, found: Mapping[str, torch.Tensor], first: int, each: int
 ) -> None:
     """Lower the logits of tokens that occurred in place.
 
     Args:
         logits_NV: float32, *each* of each row of a round: after the tokens of columns *first* and on; rows of any
             stride, columns contiguous.
-        seen_SX: `TokenCounts.seen_SX`; the round's known tokens are counted.
+        seen_SV: `TokenCounts.seen_SV`; the round's known tokens are counted.
         found: `RoundInputs.on_device`.
         first: a column.
         each: how many.
@@ -106,8 +106,8 @@ def penalise_(
     penalise_kernel[rows, -(-vocab // BLOCK)](
         logits_NV,
         logits_NV.stride(0),
-        seen_SX,
-        seen_SX.stride(0),
+        seen_SV,
+        seen_SV.stride(0),
         found["slots_R"],
         found["tokens_RQ"],
         found["parents_RQ"],
