@@ -4,15 +4,15 @@ An *entry* is the K and V of one position. It is computed from the token there, 
 features (`Module.shift`).
 """
 
-from collections.abc import Sequence as Seq
-
 import numpy as np
 import torch
 
 from protos.layers import Needs
 from workers.attention.batch import Batch, Flags, Ints, TreeMasks
+from workers.draft.block_validity import BlockValidity
 from workers.features import Waiting
 from workers.model.draft_forward import DraftForward
+from workers.model.windowed_runner import WindowedRunner
 from workers.slots import SlotTable
 
 
@@ -38,14 +38,14 @@ class DraftCache:
         num_slots = len(slots.known_len)
         self.waiting = Waiting(num_slots)
         self.validity = BlockValidity(forward.num_blocks, slots.block_size)
-        self._last_generation = [-1] * num_slots
+        self._last_generation: Ints = np.full(num_slots, -1, np.int64)
         self._from: Ints = np.zeros(num_slots, np.int64)  # the first entry after the last gap
         self._has_gaps = False
         self.held: Ints = np.zeros(num_slots, np.int64)
-        # Single elements are read and written faster through these.
-        self._held, self._known, self._generation = self.held.data, slots.known_len.data, slots.generation.data
-        self._num_blocks, self._blocks, self._versions = slots.num_blocks.data, slots.blocks.data, slots.versions.data
-        self._fed: list[tuple[int, list[int]]] = [(0, [])] * num_slots  # position, and draft tokens fed there
+        # The draft tokens fed in the last round, and the position of the first.
+        self._fed_SK: Ints = np.zeros((num_slots, slots.max_draft), np.int64)
+        self._num_fed: Ints = np.zeros(num_slots, np.int64)
+        self._fed_from: Ints = np.zeros(num_slots, np.int64)
 
     def ends(self, slots_R: Ints) -> Ints:
         """Return how many entries the known tokens have."""
@@ -56,63 +56,76 @@ class DraftCache:
         """Return the first entry that each row attends to; None if all rows attend to all."""
         return np.ascontiguousarray(self._from[slots_R]) if self._has_gaps else None
 
-    def reach(self, slot: int) -> int:
+    def reach(self, slots_R: Ints) -> Ints:
         """Return how many entries could be valid: all that can be computed and have a block, but for the last one.
 
         The last one is fed in the round that drafts, whose first draft token is sampled from its output.
         """
         loaded = self.forward.loaded
         if not loaded.layers:
-            return 0
-        most = min(
-            self._num_blocks[slot] * self.slots.block_size, loaded.max_model_len, self._known[slot] - self.lag - 1
-        )
-        return most if self.needs != "all" else min(most, int(self.waiting.end_S[slot]))
+            return np.zeros_like(slots_R)
+        room_R = self.slots.num_blocks[slots_R] * self.slots.block_size
+        most_R: Ints = np.minimum(np.minimum(room_R, loaded.max_model_len), self.ends(slots_R) - 1)
+        return most_R if self.needs != "all" else np.minimum(most_R, self.waiting.end_S[slots_R])
 
-    def fits(self, slot: int, depth: int) -> bool:
-        """Whether the draft's context has room for *depth* levels, and the features to begin with have arrived."""
-        known = self._known[slot]
-        has_features = self.needs == "none" or int(self.waiting.end_S[slot]) == known - 1 > 0
-        return has_features and known + depth <= self.forward.loaded.max_model_len
+    def fits(self, slots_R: Ints, depths_R: Ints) -> Flags:
+        """Return where the draft's context has room for so many levels, and the features to begin with have arrived."""
+        known_R = self.slots.known_len[slots_R]
+        fits_R: Flags = known_R + depths_R <= self.forward.loaded.max_model_len
+        if self.needs != "none":
+            fits_R &= (self.waiting.end_S[slots_R] == known_R - 1) & (known_R > 1)
+        return fits_R
 
-    def refresh(self, slot: int) -> int:
-        """Update and return the number of valid entries of *slot*, after the last verdict or for a new sequence."""
-        if not self.start_if_new(slot) and self.needs != "all":
-            self._keep_accepted(slot, *self._fed[slot])
-        self._fed[slot] = (0, [])
-        most = max(0, self._known[slot] - self.lag - 1)
+    def refresh(self, slots_R: Ints) -> Ints:
+        """Update and return the number of valid entries of slots, after the last verdict or for new sequences."""
+        generation_R = self.slots.generation[slots_R]
+        is_new_R = self._last_generation[slots_R] != generation_R
+        for slot in slots_R[is_new_R].tolist():
+            self.start_if_new(slot)
+        most_R = np.maximum(0, self.ends(slots_R) - 1)
         if self.needs == "all":  # features that were fed or lost are gone
-            most = max(most, self.waiting.base(slot))
-        held = self.forward.resumes_at(slot, self._generation[slot], min(self._held[slot], most))
-        self._held[slot] = held
-        return held
+            most_R = np.maximum(most_R, np.array([self.waiting.base(slot) for slot in slots_R.tolist()], np.int64))
+        else:
+            self._keep_accepted(slots_R[~is_new_R])
+        self._num_fed[slots_R] = 0
+        held_R = self.forward.resumes_at(slots_R, generation_R, np.minimum(self.held[slots_R], most_R))
+        self.held[slots_R] = held_R
+        return held_R
+
+    def lacking(self, slots_R: Ints) -> Ints:
+        """As `refresh`; return how many entries could be valid and are not."""
+        held_R = self.refresh(slots_R)
+        lacking_R: Ints = self.reach(slots_R) - held_R
+        return lacking_R
 
     def begin_draft(self, slots_R: Ints) -> None:
         """Record that drafts begin after the known tokens of these slots."""
-        for slot in slots_R.tolist():
-            self._fed[slot] = (self._known[slot], [])
+        self._fed_from[slots_R] = self.slots.known_len[slots_R]
+        self._num_fed[slots_R] = 0
 
-    def add_drafted(self, slots_R: Ints, token_ids: Seq[int]) -> None:
+    def add_drafted(self, slots_R: Ints, tokens_R: Ints) -> None:
         """Record the draft token that was fed for each slot."""
-        for slot, token in zip(slots_R.tolist(), token_ids, strict=True):
-            self._fed[slot][1].append(token)
+        self._fed_SK[slots_R, self._num_fed[slots_R]] = tokens_R
+        self._num_fed[slots_R] += 1
 
-    def record_chains(self, slots_R: Ints, chains: Seq[list[int]]) -> None:
-        """Record that the known tokens, and then these draft tokens of each slot, were fed."""
+    def record_chains(self, slots_R: Ints, tokens_RK: Ints, counts_R: Ints) -> None:
+        """Record that the known tokens, and then the first `counts_R` draft tokens of each slot, were fed."""
         self._record(slots_R, self.held[slots_R], self.ends(slots_R))
-        for slot, fed in zip(slots_R.tolist(), chains, strict=True):
-            self._fed[slot] = (self._known[slot], fed)
+        self.begin_draft(slots_R)
+        most = int(counts_R.max())
+        self._fed_SK[slots_R, :most] = tokens_RK[:, :most]
+        self._num_fed[slots_R] = counts_R
 
-    def start_if_new(self, slot: int) -> bool:
-        """Reset the state of *slot* if another sequence has joined it; return whether one has."""
-        is_new = self._last_generation[slot] != self._generation[slot]
-        if is_new:
-            self._last_generation[slot] = self._generation[slot]
-            if self.needs != "none":
-                self.waiting.clear(slot)
-            self._from[slot] = 0
-            self.held[slot] = 0 if self.needs == "all" else self.validity.prefix(*self._table(slot))
-        return is_new
+    def start_if_new(self, slot: int) -> None:
+        """Reset the state of *slot* if another sequence has joined it."""
+        generation = self.slots.generation[slot]
+        if self._last_generation[slot] == generation:
+            return
+        self._last_generation[slot] = generation
+        if self.needs != "none":
+            self.waiting.clear(slot)
+        self._from[slot] = 0
+        self.held[slot] = 0 if self.needs == "all" else self.validity.prefix(*self._table(slot))
 
     def put(self, slot: int, first: int, states_NX: torch.Tensor, newest_X: torch.Tensor | None = None) -> None:
         """Store features until they are fed; after a gap, continue with the valid entries right before *first*.
@@ -202,78 +215,80 @@ class DraftCache:
         """Record that entries were fed."""
         if self.needs == "all":
             self.waiting.drop(slots_R, end_R)
-        for slot, first, end in zip(slots_R.tolist(), first_R.tolist(), end_R.tolist(), strict=True):
-            self._mark(slot, first, end)
+        self._mark(slots_R, first_R, end_R)
         self.held[slots_R] = end_R
 
-    def _mark(self, slot: int, first: int, end: int) -> None:
-        """Record that positions *first* to *end* of a slot are valid."""
+    def _mark(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> None:
+        """Record that positions *first* to *end* of each slot are valid."""
         size = self.slots.block_size
-        for i in range(first // size, -(-end // size)):
-            base = i * size
-            offset = first - base if first > base else 0
-            self.validity.mark(self._blocks[slot, i], self._versions[slot, i], offset, min(size, end - base))
+        first_block_R = first_R // size
+        counts_R = -(-end_R // size) - first_block_R
+        row_B = np.repeat(np.arange(len(slots_R)), counts_R)
+        index_B = np.arange(len(row_B)) + (first_block_R - np.cumsum(counts_R) + counts_R)[row_B]
+        slots_B, base_B = slots_R[row_B], index_B * size
+        self.validity.mark(
+            self.slots.blocks[slots_B, index_B].astype(np.int64),
+            self.slots.versions[slots_B, index_B],
+            np.maximum(first_R[row_B] - base_B, 0),
+            np.minimum(end_R[row_B] - base_B, size),
+        )
 
     def _table(self, slot: int) -> tuple[list[int], list[int]]:
         count = int(self.slots.num_blocks[slot])
         return self.slots.blocks[slot, :count].tolist(), self.slots.versions[slot, :count].tolist()
 
-    def _keep_accepted(self, slot: int, base: int, fed: list[int]) -> None:
+    def _keep_accepted(self, slots_R: Ints) -> None:
         """Count draft tokens that were fed and then accepted; entries of a draft's own features are not valid."""
-        known = self.slots.tokens[slot, base : min(base + len(fed), self._known[slot])].tolist() if fed else []
-        accepted = len(fed) if fed == known else _common_prefix(fed, known)  # the slot holds the draft after them
-        if accepted:
-            held = self._held[slot]
-            self._mark(slot, held, held + accepted)
-            self._held[slot] = held + accepted
+        slots_R = slots_R[self._num_fed[slots_R] > 0]
+        if not len(slots_R):
+            return
+        first_R, counts_R = self._fed_from[slots_R], self._num_fed[slots_R]
+        column_K = np.arange(counts_R.max())
+        # The slot holds the draft after its known tokens.
+        counts_R = np.minimum(counts_R, self.slots.known_len[slots_R] - first_R)
+        known_RK = self.slots.tokens[slots_R[:, None], first_R[:, None] + column_K]
+        is_kept_RK = (self._fed_SK[slots_R, : len(column_K)] == known_RK) & (column_K < counts_R[:, None])
+        accepted_R = np.logical_and.accumulate(is_kept_RK, axis=1).sum(1)
+        slots_R, accepted_R = slots_R[accepted_R > 0], accepted_R[accepted_R > 0]
+        end_R = self.held[slots_R] + accepted_R
+        self._mark(slots_R, self.held[slots_R], end_R)
+        self.held[slots_R] = end_R
 
 
-def _common_prefix(fed: Seq[int], known: Seq[int]) -> int:
-    """Return how many leading tokens are equal."""
-    for count, (drafted, token) in enumerate(zip(fed, known, strict=False)):
-        if drafted != token:
-            return count
-    return min(len(fed), len(known))
+class TargetCache(DraftCache):
+    """The target's own cache, which a draft reads, and into which it drafts.
+
+    The draft computes the newest known token and its draft tokens, at the places after those that the target has
+    computed. In the same round the target feeds these places itself, and writes K and V before it reads them. So
+    nothing that the draft wrote is ever read by the target, kept, or found as a prefix.
+    """
+
+    def __init__(self, forward: DraftForward, slots: SlotTable) -> None:
+        super().__init__(forward, slots, "none", 0)
+
+    def reach(self, slots_R: Ints) -> Ints:
+        """Return how many entries the target has: the draft computes none for it."""
+        computed_R: Ints = self.slots.computed[slots_R]
+        return computed_R
+
+    def fits(self, slots_R: Ints, depths_R: Ints) -> Flags:
+        """Return where the target has computed all but the newest token, and the context has room."""
+        fits_R = super().fits(slots_R, depths_R)
+        fits_R &= self.reach(slots_R) == self.slots.known_len[slots_R] - 1
+        return fits_R
+
+    def refresh(self, slots_R: Ints) -> Ints:
+        """See `DraftCache.refresh`."""
+        held_R = self.reach(slots_R)
+        self.held[slots_R] = held_R
+        return held_R
+
+    def _record(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> None:
+        self.held[slots_R] = end_R
 
 
-class BlockValidity:
-    """Which positions of each block are valid: one run `begin .. filled` for each block and version of its content."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        # Lists: they are read and written one by one.
-        self.version = [-1] * num_blocks
-        self.begin, self.filled = [0] * num_blocks, [0] * num_blocks
-
-    def prefix(self, blocks: Seq[int], versions: Seq[int]) -> int:
-        """Return how many leading positions of a sequence with these blocks are valid."""
-        held = 0
-        for block, version in zip(blocks, versions, strict=True):
-            if self.version[block] != version or self.begin[block]:
-                break
-            held += self.filled[block]
-            if self.filled[block] < self.block_size:
-                break
-        return held
-
-    def run_before(self, blocks: Seq[int], versions: Seq[int], end: int) -> int:
-        """Return where the run of valid positions that ends at *end* begins; *end* if there is none."""
-        begin = end
-        while begin > 0:
-            i = (begin - 1) // self.block_size
-            block, base = blocks[i], i * self.block_size
-            if self.version[block] != versions[i] or base + self.filled[block] < begin:
-                break
-            begin = base + min(self.begin[block], begin - base)
-            if begin > base:
-                break
-        return begin
-
-    def mark(self, block: int, version: int, first: int, end: int) -> None:
-        """Record that positions *first* to *end* of a block are valid.
-
-        Earlier ones stay valid if they reach up to *first*, and become invalid otherwise.
-        """
-        if self.version[block] != version or self.filled[block] < first or self.begin[block] > first:
-            self.version[block], self.begin[block] = version, first
-        self.filled[block] = end
+def cache_of(forward: DraftForward, slots: SlotTable, needs: Needs, shift: int) -> DraftCache:
+    """Return the record of what the cache of *forward* holds, for the arguments of `DraftCache`."""
+    return (
+        TargetCache(forward, slots) if isinstance(forward, WindowedRunner) else DraftCache(forward, slots, needs, shift)
+    )

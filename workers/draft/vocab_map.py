@@ -79,9 +79,9 @@ class TranslatedForward:
         logits_NV = logits_ND.new_full((len(logits_ND), self._vocab_map.vocab_size), -torch.inf)
         return logits_NV.index_copy_(1, self._target_S, logits_ND.index_select(1, self._draft_S))
 
-    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+    def resumes_at(self, slots_R: Ints, generations_R: Ints, held_R: Ints) -> Ints:
         """See `DraftForward`."""
-        return self._forward.resumes_at(slot, generation, held)
+        return self._forward.resumes_at(slots_R, generations_R, held_R)
 
     def key(self) -> str | None:
         """See `workers.compiled.warming.Compilable`."""

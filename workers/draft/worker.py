@@ -16,10 +16,10 @@ from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.draft_module import Level
 from protos.interfaces import Proposer
 from protos.layers import Needs
-from workers.attention.batch import Batch, Ints
+from workers.attention.batch import Batch, Flags, Ints
+from workers.draft.cache import cache_of
 from workers.draft.early_stop import EarlyStop
 from workers.draft.sampling import DraftPositions, DraftSampler
-from workers.draft.target_cache import cache_of
 from workers.draft.trees import FedTree, add_level, block_masks, level_masks
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward
@@ -89,14 +89,15 @@ class DraftWorker:
             slots: all that run in this round; `catch_up_some` feeds those that lag.
             rows: the rows among them that want a draft.
         """
-        lag = {slot: -self.cache.refresh(slot) + self.cache.reach(slot) for slot in slots}
+        lag = dict(zip(slots, self.cache.lacking(np.array(slots, np.int64)).tolist(), strict=True))
         near, self.left = [], self.max_catch_up
-        for i, row in enumerate(rows):
-            fed = max(0, lag[row.slot]) + 1
-            if fed <= min(self.left, MAX_LAG) and self.cache.fits(row.slot, row.max_chain):
+        for i in np.flatnonzero(self._fits(rows)).tolist():
+            fed = max(0, lag[rows[i].slot]) + 1
+            if fed <= min(self.left, MAX_LAG):
                 near.append(i)
                 self.left -= fed
-        self._lagging = [slot for slot in slots if lag[slot] > 0 and slot not in {rows[i].slot for i in near}]
+                lag[rows[i].slot] = 0
+        self._lagging = [slot for slot in slots if lag[slot] > 0]
         return self._propose(proposer, rows, near)
 
     def draft_probs(self, slots: Seq[int], drafts: Seq[Draft]) -> dict[int, DraftProbs]:
@@ -105,20 +106,16 @@ class DraftWorker:
 
     def catch_up_some(self, budget: int) -> bool:
         """Feed at most *budget* known tokens of the last round's slots that lag; return False when none does."""
-        slots, first, end = [], [], []
-        for slot in self._lagging:
-            held = int(self.cache.held[slot])
-            count = min(budget, self.cache.reach(slot) - held)
-            if count > 0:
-                slots.append(slot)
-                first.append(held)
-                end.append(held + count)
-                budget -= count
-        if slots:
-            self.cache.feed(np.array(slots), np.array(first), np.array(end))
+        slots_R = np.array(self._lagging, np.int64)
+        first_R = self.cache.held[slots_R]
+        lag_R = np.maximum(0, self.cache.reach(slots_R) - first_R)
+        counts_R = np.clip(budget - (np.cumsum(lag_R) - lag_R), 0, lag_R)
+        fed = np.flatnonzero(counts_R)
+        if len(fed):
+            self.cache.feed(slots_R[fed], first_R[fed], (first_R + counts_R)[fed])
         else:
             self._lagging = []
-        return bool(slots)
+        return len(fed) > 0
 
     def receive(self, features: Features) -> None:
         """Take the target's features of accepted tokens; those of sequences that have left their slots are dropped."""
@@ -133,7 +130,8 @@ class DraftWorker:
 
     def absorb(self, slots: Seq[int]) -> None:
         """Feed the waiting features of *slots*, whose prompts are in progress and want no draft yet."""
-        self._lagging = [slot for slot in slots if self.cache.refresh(slot) < self.cache.reach(slot)]
+        slots_R = np.array(slots, np.int64)
+        self._lagging = slots_R[self.cache.lacking(slots_R) > 0].tolist()
         while self._lagging:
             self.catch_up_some(self.max_catch_up)
 
@@ -179,7 +177,7 @@ class DraftWorker:
             first_valid_R=self.cache.lowest(slots_R),
         )
         output_RX = self.forward.forward(batch, np.arange(len(slots_R)), features)
-        self.cache.add_drafted(slots_R, token_ids.tolist())  # only after success: a failed token is not in the cache
+        self.cache.add_drafted(slots_R, token_ids.cpu().numpy())  # only after success: a failed token is not there
         return output_RX
 
     def grow(self, rows: Seq[DraftRow], level: Level) -> torch.Tensor:
@@ -281,19 +279,21 @@ class DraftWorker:
 
     def within_budget(self, rows: Seq[DraftRow]) -> list[int]:
         """Return the rows that can catch up in this round; feed a part of the first that cannot."""
-        ready, self.left, cache = [], self.max_catch_up, self.cache
-        for i, row in enumerate(rows):
-            lag = -cache.refresh(row.slot) + cache.reach(row.slot) + 1
-            if not cache.fits(row.slot, row.max_chain):
-                continue
-            if lag <= self.left:
+        slots_R, ready, self.left = _slots(rows), [], self.max_catch_up
+        fed = (self.cache.lacking(slots_R) + 1).tolist()
+        for i in np.flatnonzero(self._fits(rows)).tolist():
+            if fed[i] <= self.left:
                 ready.append(i)
-                self.left -= lag
+                self.left -= fed[i]
             elif self.left > 0:
-                count, self.left = self.left, 0
-                first = cache.held[row.slot : row.slot + 1]
-                cache.feed(np.array([row.slot]), first, first + count)
+                at, first_R = slots_R[i : i + 1], self.cache.held[slots_R[i : i + 1]]
+                self.cache.feed(at, first_R, first_R + self.left)
+                self.left = 0
         return ready
+
+    def _fits(self, rows: Seq[DraftRow]) -> Flags:
+        """Return where the draft has room for what a row wants, and the features to begin with."""
+        return self.cache.fits(_slots(rows), np.array([row.max_chain for row in rows], np.int64))
 
 
 def _slots(rows: Seq[DraftRow]) -> Ints:

@@ -56,8 +56,8 @@ class DraftForward(Protocol):
         """
         ...
 
-    def resumes_at(self, slot: int, generation: int, held: int) -> int:
-        """Return how many of the *held* first tokens of a slot's sequence need not be fed again.
+    def resumes_at(self, slots_R: Ints, generations_R: Ints, held_R: Ints) -> Ints:
+        """Return how many of the `held_R` first tokens of each slot's sequence need not be fed again, int64 `[R]`.
 
         With recurrent layers these are the tokens up to the last position whose state is kept.
         """

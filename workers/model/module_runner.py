@@ -91,9 +91,9 @@ class ModuleRunner:
             attention.plan(AttentionMetadata.of(batch, self.slots.blocks, self.block_size, self.kv_window))
             return run_with(attention, run_module, len(batch.tokens_T))[self._index(wanted_N)]
 
-    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+    def resumes_at(self, slots_R: Ints, generations_R: Ints, held_R: Ints) -> Ints:
         """See `DraftForward`."""
-        return held
+        return held_R
 
     def key(self) -> str | None:
         """See `workers.compiled.warming.Compilable`."""

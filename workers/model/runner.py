@@ -173,9 +173,9 @@ class ModelRunner:
         """
         return self.run(batch, wanted_N)[0]
 
-    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+    def resumes_at(self, slots_R: Ints, generations_R: Ints, held_R: Ints) -> Ints:
         """See `DraftForward`."""
-        return held if self._states is None else self._states.latest(slot, generation, held)
+        return held_R if self._states is None else self._states.latest(slots_R, generations_R, held_R)
 
     def run(self, batch: Batch, wanted_N: Ints) -> Outputs:
         """As `forward`; return the features `[T, F]` of all tokens, too, or None without taps."""

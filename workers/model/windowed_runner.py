@@ -35,9 +35,9 @@ class WindowedRunner:
         """See `DraftForward`; fp32 logits."""
         return self._runner.run_over(self._attention, self._kv_window, batch, wanted_N)[0]
 
-    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+    def resumes_at(self, slots_R: Ints, generations_R: Ints, held_R: Ints) -> Ints:
         """See `DraftForward`."""
-        return held
+        return held_R
 
     def key(self) -> str | None:
         """Return None: there is nothing to compile but the target."""

@@ -135,12 +135,14 @@ class StatePool:
         self._positions[plan.slots_N, plan.positions_N % self._positions.shape[1]] = plan.positions_N
         self._plan = plan
 
-    def latest(self, slot: int, generation: int, before: int) -> int:
-        """Return the last position, at most *before*, whose state of this *generation* of the slot is kept; else 0."""
-        if self._generations[slot] != generation:
-            self._generations[slot], self._positions[slot] = generation, -1
-        positions_C = self._positions[slot]
-        return max(0, int(positions_C[positions_C <= before].max(initial=0)))
+    def latest(self, slots_R: Ints, generations_R: Ints, before_R: Ints) -> Ints:
+        """Return the last position, at most `before_R`, whose state of this generation of each slot is kept; else 0."""
+        is_new_R = self._generations[slots_R] != generations_R
+        self._positions[slots_R[is_new_R]] = -1
+        self._generations[slots_R] = generations_R
+        positions_RC = self._positions[slots_R]
+        latest_R: Ints = np.where(positions_RC <= before_R[:, None], positions_RC, 0).max(1, initial=0)
+        return latest_R
 
     def _check(self, batch: Batch, begins_R: Flags) -> None:
         """Check that the states of rows that continue are kept."""

@@ -110,9 +110,9 @@ class TableForward:
         """See `DraftForward.forward`."""
         return self.run(batch, wanted_N)[0]
 
-    def resumes_at(self, slot: int, generation: int, held: int) -> int:
+    def resumes_at(self, slots_R: Ints, generations_R: Ints, held_R: Ints) -> Ints:
         """See `DraftForward`."""
-        return held
+        return held_R
 
     def measure(self, max_tokens: int) -> Iterator[tuple[int, float]]:
         """See `DraftForward.measure`."""

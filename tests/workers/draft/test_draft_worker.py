@@ -3,23 +3,31 @@
 import logging
 import random
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protos.draft import DraftRow
 from slipstream import SamplingParams
 from tests.support.identity import CROWDED, generate
 from tests.support.models.tiny_models import build
-from workers.draft.cache import BlockValidity
+from workers.draft.block_validity import BlockValidity
 from workers.draft.worker import DraftWorker
+
+
+def mark(validity: BlockValidity, *marks: tuple[int, int, int, int]) -> None:
+    """Mark blocks at once, each given as block, version, first and end."""
+    validity.mark(*np.array(marks).T)
 
 
 def test_a_prefix_is_held_as_far_as_versions_agree_and_blocks_are_full() -> None:
     validity = BlockValidity(num_blocks=8, block_size=4)
-    for block, end in ((3, 4), (5, 4), (6, 2)):
-        validity.mark(block, 1, 0, end)
+    mark(validity, (3, 1, 0, 4), (5, 1, 0, 4), (6, 1, 0, 2))
     assert validity.prefix([3, 5, 6], [1, 1, 1]) == 10
     assert validity.prefix([3, 5, 7], [1, 1, 1]) == 8
     assert validity.prefix([3, 5, 6], [1, 2, 1]) == 4
@@ -28,19 +36,37 @@ def test_a_prefix_is_held_as_far_as_versions_agree_and_blocks_are_full() -> None
 
 def test_marking_goes_on_where_it_stopped_within_a_block() -> None:
     validity = BlockValidity(num_blocks=4, block_size=4)
-    validity.mark(0, 1, 0, 3)
+    mark(validity, (0, 1, 0, 3))
     assert validity.prefix([0, 1], [1, 1]) == 3
-    validity.mark(0, 1, 3, 4)
-    validity.mark(1, 1, 0, 2)
+    mark(validity, (0, 1, 3, 4), (1, 1, 0, 2))
     assert validity.prefix([0, 1], [1, 1]) == 6
 
 
 def test_a_block_given_to_other_content_is_forgotten() -> None:
     validity = BlockValidity(num_blocks=2, block_size=4)
-    validity.mark(0, 1, 0, 4)
-    validity.mark(0, 2, 0, 1)
+    mark(validity, (0, 1, 0, 4))
+    mark(validity, (0, 2, 0, 1))
     assert validity.prefix([0], [1]) == 0
     assert validity.prefix([0], [2]) == 1
+
+
+RUNS = st.tuples(st.integers(0, 5), st.integers(1, 2), st.integers(0, 4), st.integers(0, 4)).map(
+    lambda run: (run[0], run[1], min(run[2:]), max(run[2:]))
+)
+
+
+@given(st.lists(st.lists(RUNS, min_size=1, max_size=6), max_size=6))
+def test_blocks_marked_at_once_are_those_marked_one_by_one(rounds: list[list[tuple[int, int, int, int]]]) -> None:
+    # Sequences with a common prefix name the same block.
+    at_once, one_by_one = BlockValidity(6, 4), BlockValidity(6, 4)
+    for marks in rounds:
+        mark(at_once, *marks)
+        for each in marks:
+            mark(one_by_one, each)
+    for block, version in product(range(6), (1, 2)):
+        assert at_once.prefix([block], [version]) == one_by_one.prefix([block], [version])
+        for end in range(5):
+            assert at_once.run_before([block], [version], end) == one_by_one.run_before([block], [version], end)
 
 
 @pytest.mark.parametrize("table", [None, [[1, 3, 3], [4, 99, 0]]], ids=["always on", "on and off by batch size"])

@@ -101,12 +101,16 @@ def test_measuring_does_not_touch_the_states_of_requests(tmp_path: Path) -> None
 
 def test_a_draft_resumes_where_a_state_is_kept(tmp_path: Path) -> None:
     runner = runner_of(build("bamba", tmp_path), sequences())
-    assert runner.resumes_at(1, generation=7, held=21) == 0
+
+    def resumes_at(generation: int, held: int) -> int:
+        return int(runner.resumes_at(np.array([1]), np.array([generation]), np.array([held]))[0])
+
+    assert resumes_at(7, held=21) == 0
     feed(runner, [1], [0], [21])
-    assert runner.resumes_at(1, generation=7, held=21) == 21
-    assert runner.resumes_at(1, generation=7, held=20) == 20
-    assert runner.resumes_at(1, generation=7, held=19) == 0
-    assert runner.resumes_at(1, generation=8, held=21) == 0, "another sequence"
+    assert resumes_at(7, held=21) == 21
+    assert resumes_at(7, held=20) == 20
+    assert resumes_at(7, held=19) == 0
+    assert resumes_at(8, held=21) == 0, "another sequence"
 
 
 def test_batch_invariant_is_refused_by_name(tmp_path: Path) -> None:

@@ -108,8 +108,11 @@ class DeviceDrafts:
         drafts = [self._draft(line) if wanted else NO_DRAFT for line, wanted in zip(lines, plan.drafted_R, strict=True)]
         rows = np.flatnonzero(plan.drafted_R)
         if len(rows) and self._has_cache:
-            fed = [[] if self._is_fed_again else list(drafts[r].tokens[:-1]) for r in rows.tolist()]
-            self._worker.cache.record_chains(slots_R[rows], fed)
+            lines_RX = np.array([lines[r] for r in rows.tolist()], np.int64)
+            drafted_R = lines_RX[:, lines_RX.shape[1] // 2]
+            # The last token of a chain is not fed.
+            fed_R = np.zeros_like(drafted_R) if self._is_fed_again else np.maximum(drafted_R - 1, 0)
+            self._worker.cache.record_chains(slots_R[rows], lines_RX, fed_R)
         return drafts
 
     def _draft(self, line: list[int]) -> Draft:
