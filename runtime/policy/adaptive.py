@@ -17,8 +17,8 @@ from runtime.policy.acceptance import WORKER_ALONE, Asked, DecodingRow, Decoding
 from runtime.policy.allocation import Calibration
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, Chosen, chosen_of_predictions, record
-from runtime.policy.exploration import Exploration, Hindsight, LookUp, loss, num_explored
-from runtime.policy.pacing import DECIDING, LEARNING, IdleRounds, Pace, RunningLoad, Starting, Warming
+from runtime.policy.exploration import Exploration, Hindsight, LookUp, loss, lost, num_explored
+from runtime.policy.pacing import DECIDING, LEARNING, IdleRounds, Pace, RoundKind, RunningLoad, Starting, Warming
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.switching import SMOOTHING, TRIAL_TOKENS, FirstRounds, Resuming, Switch, Trials
 
@@ -52,9 +52,8 @@ class AdaptivePolicy:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.limit, self._chosen = limit, Chosen(limit, len(sources))
-        self._sources, self._may_branch, self._clock = sources, may_branch, clock
-        self._chooser, self._costs, self._calibration = chooser, costs, Calibration()
-        self._switch, self._resuming = Switch(), Resuming()
+        self._chooser, self._costs, self._may_branch, self._clock = chooser, costs, may_branch, clock
+        self._switch, self._resuming, self._calibration = Switch(), Resuming(), Calibration()
         self._trials, self._exploration = Trials(limit), Exploration(limit)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, Asked] = {}  # of this round, and of idle ones after it
@@ -62,7 +61,7 @@ class AdaptivePolicy:
         self._hindsight = Hindsight(look_up, limit, chooser, self._rows, clock)
         self._idle = IdleRounds(self._deciding, self._learning, predicts=sources.predicts)
         self._num_kept, self._decided = 0, RunningLoad()  # rounds since the last decision, and what it was for
-        self._starting, self._warming, self._learns = Starting(), Warming(), True
+        self._starting, self._warming, self._kind = Starting(), Warming(), RoundKind.FIRST
         # Seconds that switching on would take, those of a round, smoothed, and those spent on this one.
         self._catch_up_s = self._round_s = self._begin_s = self._decide_s = 0.0
 
@@ -82,9 +81,9 @@ class AdaptivePolicy:
         return self._switch.gain
 
     @property
-    def _is_trying(self) -> bool:
-        """Whether this round tries what is not known to pay."""
-        return self._trials.is_running or self._exploration.is_due or not self._first.are_over
+    def _learns(self) -> bool:
+        """Whether acceptance and costs are learnt of this round."""
+        return self._kind.tries or self._learning.is_due
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
@@ -93,27 +92,33 @@ class AdaptivePolicy:
             self._deciding.hasten(self._round_s, DECIDING[False])
             self._idle.stop()
         if self._idle.goes_on(running):
+            self._kind = RoundKind.IDLE
             return
         began = self._clock()
         self._end_idle(running)
-        if self._decided.is_other(running) or self._rows.are_newly_predicted(running, self._chosen):
-            self._deciding.advance()
-        had_drafts = self.current > 0
-        is_kept = not (self._is_trying or self._deciding.is_due)
-        self._learns = self._is_trying or self._learning.is_due
+        self._kind, had_drafts = self._next_kind(), self.current > 0
         self._decide_s, self._by_slot = 0.0, {}
-        if not is_kept or (self._learns and self.current):
-            self._begin(running, is_kept=is_kept)
-        self._learns |= self._trials.is_running  # the first round of a trial reads the most
-        if is_kept:
+        if self._kind is not RoundKind.KEPT or (self._learns and self.current):
+            self._begin(running)
+        if self._kind is RoundKind.KEPT:
             self._deciding.skip()
             self._num_kept += 1
         self._warming.count(drafts=self.current > 0)
         self._costs.reading.begin(running, drafted=had_drafts, drafts=self.current > 0)
         self._begin_s = self._clock() - began
 
+    def _next_kind(self) -> RoundKind:
+        """Return what the next round is, unless it is idle."""
+        if not self._first.are_over:
+            return RoundKind.FIRST
+        if self._trials.is_running:
+            return RoundKind.TRIAL
+        if self._exploration.is_due:
+            return RoundKind.EXPLORE
+        return RoundKind.DECIDE if self._deciding.is_due else RoundKind.KEPT
+
     def _end_idle(self, running: Seq[Sequence]) -> None:
-        """Count the rounds in which nothing was done, before this one of *running*."""
+        """Count the idle rounds before this one of *running*. It is decided anew if these are others."""
         idle, is_on = self._idle, self._switch.is_on
         self._num_kept += idle.num_rounds
         self._warming.count(drafts=self.current > 0, num_rounds=idle.num_rounds)
@@ -125,7 +130,7 @@ class AdaptivePolicy:
         self._learn_idle(idle)
         self._trials.add(idle.num_rounds, idle.seconds)
         self._costs.reading.count_tokens(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
-        if idle.is_renewed:
+        if idle.is_renewed or self._decided.is_other(running) or self._rows.are_newly_predicted(running, self._chosen):
             self._deciding.advance()
         idle.end(running)
 
@@ -138,35 +143,34 @@ class AdaptivePolicy:
             self._costs.learn(typical, self._by_slot, reads=bool(reading), num_rounds=len(idle.last))
             self._learning.wait(LEARNING[self.current == 0].rounds)
 
-    def _begin(self, running: Seq[Sequence], *, is_kept: bool) -> None:
+    def _begin(self, running: Seq[Sequence]) -> None:
         """Decide, unless the last decision is kept, and note what was asked for, where something is learnt from it."""
         rows = self._rows.of(running)
         if not rows:
             self._use_everywhere(self.limit if self._switch.is_on else 0)
             return
-        if not is_kept:
+        if self._kind is not RoundKind.KEPT:
             if not self._switch.is_on and self._decided.is_renewed(running):
                 self._calibration.clear()  # it was of other text
                 self._switch.renew()
             self._decided = RunningLoad.of(running)
             self._catch_up_s = 0.0 if self.current else self._costs.reading.catch_up_s(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
-        for one in running if self.current else ():
-            if (row := rows.get(one.key)) is not None:
-                self._by_slot[one.slot] = Asked(tuple(map(min, row.limits, self._chosen.of(one.key))), row)
+        if self.current:
+            self._by_slot = self._chosen.asked(running, rows)
 
     def _choose(self, rows: dict[int, DecodingRow], num_known: int) -> None:
-        if not self._first.are_over:
+        if self._kind is RoundKind.FIRST:
             self._use_first(rows, num_known)
-        elif self._trials.is_running:
+        elif self._kind is RoundKind.TRIAL:
             self._use_everywhere(TRIAL_TOKENS)
-        elif (k := self._explored(len(rows), num_known)) is not None:
+        elif self._kind is RoundKind.EXPLORE and (k := self._explored(len(rows), num_known)) is not None:
             self._use_everywhere(k)
             self._deciding.wait(num_explored(k))
         else:
             self._decide(rows, num_known)
-            if not self._switch.is_on and self._starts_trial(len(rows), num_known):
-                self._use_everywhere(TRIAL_TOKENS)
+            if not self._switch.is_on:
+                self._start_trial_if_due(len(rows), num_known)
 
     def _use_first(self, rows: dict[int, DecodingRow], num_known: int) -> None:
         """Draft in the first rounds, whether it seems to pay or not."""
@@ -179,9 +183,7 @@ class AdaptivePolicy:
             self._use_everywhere(TRIAL_TOKENS)
 
     def _explored(self, num_rows: int, num_known: int) -> int | None:
-        """Return the number of draft tokens to try in this round: None in most rounds, and where it costs too much."""
-        if not self._exploration.is_due:
-            return None
+        """Return the number of draft tokens to try in this round; None where it costs too much."""
         usual, costs, gain = max(self._chosen.typical), self._costs.of(num_known, num_rows), self._switch.gain
         read_s, usual_s = self._costs.reading.read_s(num_rows), self._calibration.usual_s
         k = self._exploration.choose(usual, gain)
@@ -210,7 +212,7 @@ class AdaptivePolicy:
             self._chosen.use(best.k_RS, rows)
         else:
             self._calibration.expect_nothing()
-            self._chosen.use(chosen_of_predictions(self._chooser, list(rows.values()), costs, self._sources), rows)
+            self._chosen.use(chosen_of_predictions(self._chooser, list(rows.values()), costs, self._rows.sources), rows)
         self._decide_s = self._clock() - began
         self._deciding.done(self._decide_s, self._round_s, DECIDING[self.current == 0], most=self._resuming.num_held)
 
@@ -227,26 +229,25 @@ class AdaptivePolicy:
             return self._switch.is_on
         return self._switch.is_on and not self._resuming.holds(self._catch_up_s, (1 - 1 / gain) * plain_s, num_rounds)
 
-    def _starts_trial(self, num_rows: int, num_known: int) -> bool:
+    def _start_trial_if_due(self, num_rows: int, num_known: int) -> None:
         each_s = loss(TRIAL_TOKENS, 0, num_rows, self._costs.of(num_known, num_rows), gain=1.0, read_s=0.0)
-        if not self._trials.start_if_due(self._catch_up_s, each_s, num_rows):
-            return False
-        # What is known of drafts is old: it must not outweigh what the next trials show.
-        self._chooser.age()
-        self._costs.age(is_on=False)
-        return True
+        if self._trials.start_if_due(self._catch_up_s, each_s, num_rows):
+            # What is known of drafts is old: it must not outweigh what the next trials show.
+            self._chooser.age()
+            self._costs.age(is_on=False)
+            self._kind = RoundKind.TRIAL
+            self._use_everywhere(TRIAL_TOKENS)
 
     def num_draft_tokens(self, sequence: Sequence, source: int | None = None) -> int:
         """See `Policy`."""
-        chosen = self._chosen.of(sequence.key)
-        k = max(chosen) if source is None else chosen[source]
+        k = self._chosen.most(sequence.key, source)
         if k and self._starting.makes_other_load(sequence, self._decided.num_running):
             return 0  # these would read their prompts for a number that is about to be decided anew
         return sequence.most_drafts(k, may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`."""
-        if self._idle.is_on:
+        if self._kind is RoundKind.IDLE:
             self._idle.add(step)
             return
         if step.plan.decodes:
@@ -265,7 +266,7 @@ class AdaptivePolicy:
         if not self._switch.is_on:
             self._trials.spend(spent_s)
         self._costs.observe_reading(step, self.current)
-        if self._is_trying or self._warming.is_on or (self.current > 0 and self._costs.reading.is_pending):
+        if self._next_kind().tries or self._warming.is_on or (self.current > 0 and self._costs.reading.is_pending):
             return
         if self.current == 0 and not self._idle.is_predicted:
             self._idle.start(learns=False, decided=self._decided)
@@ -282,9 +283,8 @@ class AdaptivePolicy:
         if self.current and self._costs.is_plain_in_doubt(num_known):
             self._exploration.doubt(self._switch.gain)
         plain_s = self._costs.of(num_known).plain()
-        gained_s = plain_s * step.num_tokens / max(1, len(step.plan.rows))
         seconds = step.seconds - self._begin_s
-        lost_s = seconds - gained_s if step.plan.decodes else step.draft_s  # prompts take long anyway
+        lost_s = lost(step, seconds, plain_s)
         self._first.end_round(lost_s - read_s, plain_s)
         if reading and not (self._warming.is_on or any(verdict.proposed for verdict in step.verdicts)):
             self._trials.prolong()

@@ -9,6 +9,7 @@ import numpy as np
 
 from protos.draft import PREDICTION
 from protos.messages import Verdict
+from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import NOT_ASKED, WORKER_ALONE, AcceptanceModel, Asked, DecodingRow, Sources
 from runtime.policy.allocation import Allocation, Offer, allocate
 from runtime.policy.base import FinishedStep
@@ -82,6 +83,16 @@ class Chosen:
     def of(self, key: int) -> tuple[int, ...]:
         """Return the number from each source for the sequence with this *key*."""
         return self._by_key.get(key, self.typical)
+
+    def most(self, key: int, source: int | None) -> int:
+        """Return the number from *source* for the sequence with this *key*; None: the largest from any."""
+        chosen = self.of(key)
+        return max(chosen) if source is None else chosen[source]
+
+    def asked(self, running: Seq[Sequence], rows: Mapping[int, DecodingRow]) -> dict[int, Asked]:
+        """Return what those of *running* that have one of *rows*, which are by key, are asked for: by slot."""
+        decoding = [(one, rows[one.key]) for one in running if one.key in rows]
+        return {one.slot: Asked(tuple(map(min, row.limits, self.of(one.key))), row) for one, row in decoding}
 
 
 def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], reading: Collection[int]) -> None:

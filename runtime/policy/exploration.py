@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from protos.draft import Draft, TreePath
 from protos.messages import Verdict, with_tree
 from runtime.core.sequence import Sequence
-from runtime.policy.base import Share
+from runtime.policy.base import FinishedStep, Share
 from runtime.policy.cost_model import RoundCosts
 
 if TYPE_CHECKING:
@@ -67,6 +67,13 @@ def loss(
         return abs(others_s - plain_s)
     drafting = min(1.0, max(0.0, usual_s - plain_s) / max(all_s - plain_s, 1e-9))
     return LOST * drafting * abs(others_s - all_s) + (1 - drafting) * max(0.0, others_s - plain_s)
+
+
+def lost(step: FinishedStep, seconds: float, plain_s: float) -> float:
+    """Return the seconds that a *step* of so many *seconds* lost against plain rounds, which take *plain_s*."""
+    if not step.plan.decodes:
+        return step.draft_s  # prompts take long anyway
+    return seconds - plain_s * step.num_tokens / max(1, len(step.plan.rows))
 
 
 def num_explored(k: int) -> int:

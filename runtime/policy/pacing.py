@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from enum import Enum, auto
 from typing import NamedTuple
 
 from runtime.core.sequence import Sequence
@@ -18,6 +19,28 @@ which the policy works are slower: it evicts what the models have in the process
 RENEWED_ROUNDS = 16
 """Without draft tokens it is decided anew after so many rounds if half of the requests came since: those that it was
 decided for may have been hard to predict."""
+
+
+class RoundKind(Enum):
+    """What the adaptive policy does in a round."""
+
+    FIRST = auto()
+    """Draft, whether it seems to pay or not: it is one of the engine's first rounds."""
+    TRIAL = auto()
+    """Try drafts while speculation is off."""
+    EXPLORE = auto()
+    """Try another number of draft tokens than the one that pays; if that costs too much now, decide."""
+    DECIDE = auto()
+    """Decide anew."""
+    KEPT = auto()
+    """Keep the last decision."""
+    IDLE = auto()
+    """Keep it, too, and do nothing else: what such rounds show is learnt together, later."""
+
+    @property
+    def tries(self) -> bool:
+        """Whether it tries what is not known to pay."""
+        return self in (RoundKind.FIRST, RoundKind.TRIAL, RoundKind.EXPLORE)
 
 
 class RunningLoad(NamedTuple):
@@ -121,7 +144,6 @@ class IdleRounds:
         paces: of the policy's work. None of it is due in such rounds.
 
     Attributes:
-        is_on: whether this round is one.
         rounds: tokens and seconds of those since `end` was called last.
         learnt: the last steps of them, of which acceptance is learnt: with many rows, one step shows enough.
         last: the very last steps of them in which all rows decoded.
@@ -167,7 +189,7 @@ class IdleRounds:
         """Begin a round of *running* that is not idle."""
         for pace in self._paces:
             pace.skip(self.num_rounds)
-        self.is_on = self.is_renewed = False
+        self.is_renewed = False
         self._load, self.is_predicted = RunningLoad.of(running), self._are_predicted(running)
         self._decided: RunningLoad | None = None
         self._num_left = self._num_other = self.num_prompt_tokens = 0
@@ -191,8 +213,7 @@ class IdleRounds:
     def goes_on(self, running: Seq[Sequence]) -> bool:
         """Count a round, and return whether it is idle."""
         self._num_left -= 1
-        self.is_on = self._num_left >= 0 and self._is_same_load(running)
-        return self.is_on
+        return self._num_left >= 0 and self._is_same_load(running)
 
     def _is_same_load(self, running: Seq[Sequence]) -> bool:
         if self._decided is None or self._are_predicted(running):
