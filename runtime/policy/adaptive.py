@@ -104,7 +104,7 @@ class AdaptivePolicy:
             self._deciding.skip()
             self._num_kept += 1
         self._warming.count(drafts=self.current > 0)
-        self._costs.reading.begin(running, drafted=had_drafts, drafts=self.current > 0)
+        self._costs.catch_up.begin(running, drafted=had_drafts, drafts=self.current > 0)
         self._begin_s = self._clock() - began
 
     def _next_kind(self) -> RoundKind:
@@ -129,7 +129,7 @@ class AdaptivePolicy:
             self._calibration.fade(1 + idle.num_rounds)
         self._learn_idle(idle)
         self._trials.add(idle.num_rounds, idle.seconds)
-        self._costs.reading.count_tokens(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
+        self._costs.catch_up.count_tokens(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
         if idle.is_renewed or self._decided.is_other(running) or self._rows.are_newly_predicted(running, self._chosen):
             self._deciding.advance()
         idle.end(running)
@@ -137,10 +137,10 @@ class AdaptivePolicy:
     def _learn_idle(self, idle: IdleRounds) -> None:
         """Learn of idle rounds, and what they cost by a typical one."""
         for step in idle.learnt if self._by_slot else ():
-            record(self._chooser, step, self._by_slot, self._costs.reading_slots(step, self.current))
+            record(self._chooser, step, self._by_slot, self._costs.slots_catching_up(step, self.current))
         if (typical := idle.typical) is not None:
-            reading = self._costs.reading_slots(typical, self.current)
-            self._costs.learn(typical, self._by_slot, reads=bool(reading), num_rounds=len(idle.last))
+            catching_up = self._costs.slots_catching_up(typical, self.current)
+            self._costs.learn(typical, self._by_slot, catches_up=bool(catching_up), num_rounds=len(idle.last))
             self._learning.wait(LEARNING[self.current == 0].rounds)
 
     def _begin(self, running: Seq[Sequence]) -> None:
@@ -154,7 +154,7 @@ class AdaptivePolicy:
                 self._calibration.clear()  # it was of other text
                 self._switch.renew()
             self._decided = RunningLoad.of(running)
-            self._catch_up_s = 0.0 if self.current else self._costs.reading.catch_up_s(running)
+            self._catch_up_s = 0.0 if self.current else self._costs.catch_up.needed_s(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
         if self.current:
             self._by_slot = self._chosen.asked(running, rows)
@@ -185,9 +185,9 @@ class AdaptivePolicy:
     def _explored(self, num_rows: int, num_known: int) -> int | None:
         """Return the number of draft tokens to try in this round; None where it costs too much."""
         usual, costs, gain = max(self._chosen.typical), self._costs.of(num_known, num_rows), self._switch.gain
-        read_s, usual_s = self._costs.reading.read_s(num_rows), self._calibration.usual_s
+        catch_up_s, usual_s = self._costs.catch_up.read_s(num_rows), self._calibration.usual_s
         k = self._exploration.choose(usual, gain)
-        each_s = loss(k, usual, num_rows, costs, gain=gain, read_s=read_s, usual_s=usual_s)
+        each_s = loss(k, usual, num_rows, costs, gain=gain, catch_up_s=catch_up_s, usual_s=usual_s)
         if not self._trials.pay(self._catch_up_s + num_explored(k) * each_s, resumes=not self.current):
             return None
         self._exploration.begin(k)
@@ -230,7 +230,7 @@ class AdaptivePolicy:
         return self._switch.is_on and not self._resuming.holds(self._catch_up_s, (1 - 1 / gain) * plain_s, num_rounds)
 
     def _start_trial_if_due(self, num_rows: int, num_known: int) -> None:
-        each_s = loss(TRIAL_TOKENS, 0, num_rows, self._costs.of(num_known, num_rows), gain=1.0, read_s=0.0)
+        each_s = loss(TRIAL_TOKENS, 0, num_rows, self._costs.of(num_known, num_rows), gain=1.0, catch_up_s=0.0)
         if self._trials.start_if_due(self._catch_up_s, each_s, num_rows):
             # What is known of drafts is old: it must not outweigh what the next trials show.
             self._chooser.age()
@@ -265,8 +265,8 @@ class AdaptivePolicy:
             self._learning.skip()
         if not self._switch.is_on:
             self._trials.spend(spent_s)
-        self._costs.observe_reading(step, self.current)
-        if self._next_kind().tries or self._warming.is_on or (self.current > 0 and self._costs.reading.is_pending):
+        self._costs.observe_catch_up(step, self.current)
+        if self._next_kind().tries or self._warming.is_on or (self.current > 0 and self._costs.catch_up.is_pending):
             return
         if self.current == 0 and not self._idle.is_predicted:
             self._idle.start(learns=False, decided=self._decided)
@@ -274,21 +274,21 @@ class AdaptivePolicy:
             self._idle.start(learns=self._switch.is_on)
 
     def _end_learning(self, step: FinishedStep) -> None:
-        """Learn costs, and acceptance but for slots whose draft was reading; count what the round lost."""
-        read_s, reading = self._costs.reading_s(step, self.current), self._costs.reading_slots(step, self.current)
+        """Learn costs, and acceptance but for slots whose draft was catching up; count what the round lost."""
+        catch_up_s = self._costs.catching_up_s(step, self.current)
+        catching_up = self._costs.slots_catching_up(step, self.current)
         if not self._warming.is_on:
-            record(self._chooser, step, self._by_slot, reading)
-            self._costs.learn(step, self._by_slot, reads=bool(reading), deciding_s=self._begin_s)
+            record(self._chooser, step, self._by_slot, catching_up)
+            self._costs.learn(step, self._by_slot, catches_up=bool(catching_up), deciding_s=self._begin_s)
         num_known = sum([row.length for row in step.plan.rows])
         if self.current and self._costs.is_plain_in_doubt(num_known):
             self._exploration.doubt(self._switch.gain)
-        plain_s = self._costs.of(num_known).plain()
-        seconds = step.seconds - self._begin_s
+        seconds, plain_s = step.seconds - self._begin_s, self._costs.of(num_known).plain()
         lost_s = lost(step, seconds, plain_s)
-        self._first.end_round(lost_s - read_s, plain_s)
-        if reading and not (self._warming.is_on or any(verdict.proposed for verdict in step.verdicts)):
+        self._first.end_round(lost_s - catch_up_s, plain_s)
+        if catching_up and not (self._warming.is_on or any(verdict.proposed for verdict in step.verdicts)):
             self._trials.prolong()
-        if self._trials.end_round(seconds, lost_s, plain_s, read_s):
+        if self._trials.end_round(seconds, lost_s, plain_s, catch_up_s):
             self._deciding.advance()
             if self._trials.has_gained:
                 self._calibration.clear()

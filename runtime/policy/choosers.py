@@ -95,7 +95,7 @@ class Chosen:
         return {one.slot: Asked(tuple(map(min, row.limits, self.of(one.key))), row) for one, row in decoding}
 
 
-def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], reading: Collection[int]) -> None:
+def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], catching_up: Collection[int]) -> None:
     """Let *chooser* learn from a step.
 
     It does not learn from rows that began in the step: they may have been asked for other drafts. Nor from rows that
@@ -105,12 +105,12 @@ def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], rea
         chooser: learns.
         step: finished.
         asked: by slot.
-        reading: slots without a draft because the draft had not read their prompts.
+        catching_up: slots without a draft because the draft had not read their prompts.
     """
     planned = {row.slot: row for row in step.plan.rows}
     for verdict in step.verdicts:
         k_S, row = asked.get(verdict.slot, NOT_ASKED)
-        if any(k_S) and verdict.slot not in reading and max(k_S) <= planned[verdict.slot].depth:
+        if any(k_S) and verdict.slot not in catching_up and max(k_S) <= planned[verdict.slot].depth:
             chooser.record(verdict, row, k_S, planned[verdict.slot].source)
 
 

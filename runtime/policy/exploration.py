@@ -52,16 +52,16 @@ An empty draft has the source after the last that was asked. None: it cannot be 
 
 
 def loss(
-    k: int, usual: int, num_rows: int, costs: RoundCosts, *, gain: float, read_s: float, usual_s: float = math.inf
+    k: int, usual: int, num_rows: int, costs: RoundCosts, *, gain: float, catch_up_s: float, usual_s: float = math.inf
 ) -> float:
     """Return the seconds that a round with *k* draft tokens for each row loses against one with the *usual* number.
 
-    *gain* is that of the usual number over plain decoding. The draft reads tokens of plain rounds later, in *read_s*.
+    *gain* is that of the usual number over plain decoding. After plain rounds the draft catches up in *catch_up_s*.
     *usual_s* is what usual rounds take. Where most rows do not draft, that is much less than if all of them did; for
     the part of those that do not, all that drafting adds is lost.
     """
     if not k:
-        return max(0.0, (gain - 1) * costs.plain() + read_s)
+        return max(0.0, (gain - 1) * costs.plain() + catch_up_s)
     plain_s, others_s, all_s = costs.plain(), costs.uniform(k, num_rows), costs.uniform(usual, num_rows)
     if not usual:
         return abs(others_s - plain_s)

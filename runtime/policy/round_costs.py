@@ -19,8 +19,8 @@ AGED, AGED_OFF = 0.8, 0.25
 """Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
 PROMPTS_KEPT = 1 - 1 / 512
 """Weight of earlier rounds in how long prompts and answers are."""
-MOST_READING = 64
-"""Rounds that a draft reads for at most: rows without a draft after that have none for another reason."""
+LONGEST_CATCH_UP = 64
+"""Rounds that a draft catches up for at most: rows without a draft after that have none for another reason."""
 DRAFTED_KEPT = 0.9
 """Weight of what was read earlier in what drafting spends on a token."""
 NOT_WAITED = 0.5
@@ -58,7 +58,7 @@ class Round:
     got_none: bool = False
 
 
-class DraftReading:
+class CatchUp:
     """What drafting spends on tokens that the draft has not read: prompts, and what came while it did not draft.
 
     Tokens are counted in all rounds, seconds where there are drafts: with other requests than when drafts were tried
@@ -71,7 +71,7 @@ class DraftReading:
         self._read: dict[int, int] = {}  # tokens of each sequence when drafts ended, by its key
         self._num_lacking = 0  # when drafts began in this round, else 0
         self._is_unread = self._is_counted = False  # after the last round; whether `_num_read` has what is unread
-        self._num_rounds_left = MOST_READING
+        self._num_rounds_left = LONGEST_CATCH_UP
 
     @property
     def is_pending(self) -> bool:
@@ -80,7 +80,7 @@ class DraftReading:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether it is believed that rows without a draft lack one because it reads."""
+        """Whether it is believed that rows without a draft lack one because it catches up."""
         return self._num_rounds_left > 0
 
     @property
@@ -92,7 +92,7 @@ class DraftReading:
         """Return the seconds for so many tokens."""
         return num_tokens * self._seconds / max(1.0, self._num_read)
 
-    def catch_up_s(self, running: Seq[Sequence]) -> float:
+    def needed_s(self, running: Seq[Sequence]) -> float:
         """Return the seconds for all tokens of *running* that the draft lacks while there are no drafts."""
         return self.read_s(self._lacking(running))
 
@@ -116,7 +116,7 @@ class DraftReading:
         """Count the tokens of prompts that a round read, and those of answers; *goes_on* if a row has no draft yet."""
         self.count_tokens(1, num_prompts, num_answered)
         is_new = num_prompts > 0 or self._num_lacking > 0
-        self._num_rounds_left = max(0, self._num_rounds_left - 1) if goes_on and not is_new else MOST_READING
+        self._num_rounds_left = max(0, self._num_rounds_left - 1) if goes_on and not is_new else LONGEST_CATCH_UP
         self._is_unread = is_new or (goes_on and self.may_go_on)
         self._is_counted = is_new or (goes_on and self._is_counted)
 
@@ -149,7 +149,7 @@ class RoundCostModel:
     ) -> None:
         self._max_tokens, self._max_rows, self._max_depth = max_tokens, max_rows, max_depth
         self._sources = sources
-        self.reading = DraftReading()
+        self.catch_up = CatchUp()
         self._lookups = CostCurve({} if sources.predicts else FREE, max_rows)
         self.revise(StepCosts({}) if costs is None else costs)
         levels = {depth: FIRST_LEVEL - 1 + depth for depth in range(1, max_depth + 1)}
@@ -165,22 +165,22 @@ class RoundCostModel:
         step: FinishedStep,
         asked: Mapping[int, Asked],
         *,
-        reads: bool,
+        catches_up: bool,
         deciding_s: float = 0.0,
         num_rounds: int = 1,
     ) -> None:
         """Correct the curves by a step: see `observe`, and `describe` for what was *asked* for and *deciding_s*."""
         done = describe(step, asked, self._sources.worker, deciding_s)
-        self.observe(done, reads=reads, num_rounds=num_rounds)
+        self.observe(done, catches_up=catches_up, num_rounds=num_rounds)
 
-    def observe(self, done: Round, *, reads: bool = False, num_rounds: int = 1) -> None:
-        """Correct the curves by a round, unless there are prompts in it; that of drafts unless the draft *reads*.
+    def observe(self, done: Round, *, catches_up: bool = False, num_rounds: int = 1) -> None:
+        """Correct the curves by a round, unless there are prompts in it; that of drafts unless the draft *catches_up*.
 
         It is the median of *num_rounds* alike.
         """
         if not done.decodes:
             return
-        if not (reads or self.reading.is_pending):
+        if not (catches_up or self.catch_up.is_pending):
             self._observe_drafting(done, num_rounds)
         self._target.observe(done.num_known + done.num_scored, done.seconds - done.draft_s, num_rounds)
 
@@ -196,32 +196,32 @@ class RoundCostModel:
         """Whether target rank 0 went on without a late draft: such a round does not show what drafts cost."""
         return levels_s < NOT_WAITED * self._levels.at(done.depth) * self._draft.at(done.num_drafting)
 
-    def reading_slots(self, step: FinishedStep, depth: int) -> set[int]:
-        """Return the slots without a draft because it reads, before `observe_reading`."""
-        return without_draft(step) if self.reads(step, depth) else set()
+    def slots_catching_up(self, step: FinishedStep, depth: int) -> set[int]:
+        """Return the slots without a draft because it catches up, before `observe_catch_up`."""
+        return without_draft(step) if self.catches_up(step, depth) else set()
 
-    def reading_s(self, step: FinishedStep, depth: int) -> float:
-        """Return the seconds for tokens that the draft had not read, before `observe_reading`."""
-        return max(0.0, step.draft_s - self._usual_s(step, depth)) if self.reads(step, depth) else 0.0
+    def catching_up_s(self, step: FinishedStep, depth: int) -> float:
+        """Return the seconds for tokens that the draft had not read, before `observe_catch_up`."""
+        return max(0.0, step.draft_s - self._usual_s(step, depth)) if self.catches_up(step, depth) else 0.0
 
-    def reads(self, step: FinishedStep, depth: int) -> bool:
-        """Whether the draft read in a step with drafts of *depth* levels, before `observe_reading`."""
-        if not depth or self.reading.is_pending or step.num_prompt_tokens:
+    def catches_up(self, step: FinishedStep, depth: int) -> bool:
+        """Whether the draft caught up in a step with drafts of *depth* levels, before `observe_catch_up`."""
+        if not depth or self.catch_up.is_pending or step.num_prompt_tokens:
             return depth > 0
-        return self.reading.may_go_on and self._goes_on(step, depth)
+        return self.catch_up.may_go_on and self._goes_on(step, depth)
 
-    def observe_reading(self, step: FinishedStep, depth: int) -> None:
-        """Learn from a step with drafts of *depth* levels what reading takes, after `observe`."""
+    def observe_catch_up(self, step: FinishedStep, depth: int) -> None:
+        """Learn from a step with drafts of *depth* levels what catching up takes, after `observe`."""
         num_prompts, goes_on = step.num_prompt_tokens, depth > 0 and self._goes_on(step, depth)
-        if depth and (num_prompts or goes_on or self.reading.is_pending):
-            self.reading.observe(num_prompts, self.reading_s(step, depth))
-        self.reading.count(num_prompts, step.num_tokens, goes_on=goes_on)
+        if depth and (num_prompts or goes_on or self.catch_up.is_pending):
+            self.catch_up.observe(num_prompts, self.catching_up_s(step, depth))
+        self.catch_up.count(num_prompts, step.num_tokens, goes_on=goes_on)
 
     def _goes_on(self, step: FinishedStep, depth: int) -> bool:
         """Whether a row has no draft, and not because target rank 0 did not wait for it."""
         if not without_draft(step):
             return False
-        return self.reading.is_pending or step.draft_s >= NOT_WAITED * self._usual_s(step, depth)
+        return self.catch_up.is_pending or step.draft_s >= NOT_WAITED * self._usual_s(step, depth)
 
     def _usual_s(self, step: FinishedStep, depth: int) -> float:
         """Return the seconds of drafts of *depth* levels for the rows that may have one."""
@@ -253,11 +253,11 @@ class RoundCostModel:
         known = min(num_known, max(decoding, self._max_tokens - decoding * self._max_depth))
         prefill_s = max(0.0, self._target.at(known) - self._target.at(decoding))
         curves = (self._target, self._draft, self._levels, self._lookups)
-        return RoundCosts(*curves, known, prefill_s, self.reading.token_s)
+        return RoundCosts(*curves, known, prefill_s, self.catch_up.token_s)
 
 
 def without_draft(step: FinishedStep) -> set[int]:
-    """Return the slots of rows for which the draft worker was asked and drafted nothing: it still reads, or is late."""
+    """Return the slots of rows for which the draft worker was asked and drafted nothing: it catches up, or is late."""
     asked = {row.slot for row in step.plan.rows if row.k}
     return {verdict.slot for verdict in step.verdicts if not verdict.proposed and verdict.slot in asked}
 

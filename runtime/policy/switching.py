@@ -130,7 +130,7 @@ class Trials:
         self._saved_s = 0.0
         self._usual_s, self._num_rows = 0.0, 1  # what the last trial lost, of so many rows
         self._lost_s: list[float] = []  # by each round of this trial
-        self._read_s = 0.0  # in this trial, on what the draft had not read
+        self._catch_up_s = 0.0  # of this trial, in which the draft caught up
         self._rounds_left = 0
         self._pause = 0
 
@@ -154,7 +154,7 @@ class Trials:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)
         self._halve_share()
-        self._rounds_left, self._lost_s, self._read_s, self._num_rows = TRIAL_ROUNDS, [], 0.0, num_rows
+        self._rounds_left, self._lost_s, self._catch_up_s, self._num_rows = TRIAL_ROUNDS, [], 0.0, num_rows
         return True
 
     def restore_share(self) -> None:
@@ -186,21 +186,21 @@ class Trials:
         self._pause -= num_rounds
 
     def prolong(self) -> None:
-        """Add a round to a trial: in this one the draft read only."""
+        """Add a round to a trial: in this one the draft only caught up."""
         self._rounds_left += self.is_running
 
-    def end_round(self, seconds: float, lost_s: float = 0.0, plain_s: float = 0.0, read_s: float = 0.0) -> bool:
+    def end_round(self, seconds: float, lost_s: float = 0.0, plain_s: float = 0.0, catch_up_s: float = 0.0) -> bool:
         """Count a round; return whether a trial has ended.
 
-        It took *seconds*, and lost *lost_s* against plain decoding, whose rounds take *plain_s*. Of that, *read_s* was
-        spent on what the draft had not read, which counts in full.
+        It took *seconds*, and lost *lost_s* against plain decoding, whose rounds take *plain_s*. Of that, *catch_up_s*
+        counts in full, in which the draft caught up.
         """
         self._saved_s += self._share * seconds
         self._pause -= 1
         if not self._rounds_left:
             return False
-        self._lost_s.append(lost_s - read_s)
-        self._read_s += read_s
+        self._lost_s.append(lost_s - catch_up_s)
+        self._catch_up_s += catch_up_s
         self._rounds_left -= 1
         if self._rounds_left and not self._is_hopeless(plain_s):
             return False
@@ -213,7 +213,7 @@ class Trials:
 
     def _end(self, plain_s: float) -> None:
         most_s = MOST_LOST * max(plain_s, median(self._lost_s))
-        self._usual_s = max(0.0, self._read_s + sum([min(one_s, most_s) for one_s in self._lost_s]))
+        self._usual_s = max(0.0, self._catch_up_s + sum([min(one_s, most_s) for one_s in self._lost_s]))
         self._saved_s -= self._usual_s
         self._rounds_left, self._pause = 0, TRIAL_PAUSE
 

@@ -237,10 +237,10 @@ def serve_prompts(model: RoundCostModel, num_rows: int, *, depth: int, num_answe
     rows = [Row(slot, 10, 1, 11, depth) for slot in range(num_rows)]
     prompts = [Row(slot, 0, 100, 100) for slot in range(num_rows)]
     decoding_s = depth * cheap(num_rows)
-    reading_s = 0.01 * num_rows if depth else 0.0
-    after = [(rows, decoding_s + reading_s), *[(rows, decoding_s)] * (num_answered - 2)]
+    catch_up_s = 0.01 * num_rows if depth else 0.0
+    after = [(rows, decoding_s + catch_up_s), *[(rows, decoding_s)] * (num_answered - 2)]
     for asked, draft_s in [(prompts, 0.0), *after] * 60:
-        model.observe_reading(FinishedStep(RoundPlan(0, asked), [], num_rows, draft_s, draft_s + 0.02), depth)
+        model.observe_catch_up(FinishedStep(RoundPlan(0, asked), [], num_rows, draft_s, draft_s + 0.02), depth)
 
 
 def test_drafts_are_no_cheaper_beside_prompt_chunks() -> None:

@@ -146,5 +146,5 @@ def test_what_the_draft_worker_drafts_for_rows_that_it_does_not_draft_for_is_los
     """
     costs = RoundCostModel(warmed_up(flat), 64 * 9, 64, 8).of(8)
     all_s, other_s, plain_s = costs.uniform(8, 8), costs.uniform(4, 8), costs.plain()
-    lost_s = [loss(4, 8, 8, costs, gain=1.2, read_s=0.0, usual_s=usual_s) for usual_s in (all_s, plain_s)]
+    lost_s = [loss(4, 8, 8, costs, gain=1.2, catch_up_s=0.0, usual_s=usual_s) for usual_s in (all_s, plain_s)]
     assert lost_s == pytest.approx([LOST * (all_s - other_s), other_s - plain_s])

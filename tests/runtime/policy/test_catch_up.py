@@ -11,7 +11,7 @@ from runtime.policy.acceptance import DecodingRow
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser
-from runtime.policy.round_costs import MOST_READING, DraftReading, RoundCostModel, without_draft
+from runtime.policy.round_costs import LONGEST_CATCH_UP, CatchUp, RoundCostModel, without_draft
 from runtime.policy.switching import LEAST_TRIAL_SHARE, ON_ABOVE, TRIAL_ROUNDS, TRIAL_SHARE, Switch, Trials
 from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, fixed_rate, flat, steep, warmed_up
 from tests.support.scheduling import decoding
@@ -51,13 +51,13 @@ def switched_off() -> Switch:
 
 
 def test_what_the_draft_reads_in_a_trial_is_paid_in_full() -> None:
-    """The trial spends 100 ms on reading, fifty times a plain round: the next one waits until that was saved."""
+    """The trial spends 100 ms on catching up, fifty times a plain round: the next one waits until that was saved."""
     trials = Trials(LIMIT)
     while not trials.start_if_due(0.002):
         trials.end_round(0.002)
     for index in range(TRIAL_ROUNDS):
-        read_s = 0.0 if index else 0.1
-        trials.end_round(0.004 + read_s, 0.002 + read_s, 0.002, read_s)
+        catch_up_s = 0.0 if index else 0.1
+        trials.end_round(0.004 + catch_up_s, 0.002 + catch_up_s, 0.002, catch_up_s)
     assert not trials.is_running
     waited_s = 0.0
     while not trials.start_if_due(0.002):
@@ -67,19 +67,19 @@ def test_what_the_draft_reads_in_a_trial_is_paid_in_full() -> None:
 
 
 def test_tokens_that_came_without_drafts_are_lacking() -> None:
-    reading, sequences = DraftReading(), [decoding(0), decoding(1)]
-    reading.begin(sequences, drafted=False, drafts=True)
-    assert reading.is_pending
-    reading.observe(0, 0.4)  # four tokens, two of each
-    reading.count(0, 2, goes_on=False)
-    reading.begin(sequences, drafted=True, drafts=True)
-    reading.count(0, 2, goes_on=False)
-    assert not reading.is_pending
-    reading.begin(sequences, drafted=True, drafts=False)
-    assert reading.catch_up_s(sequences) == 0.0
+    catch_up, sequences = CatchUp(), [decoding(0), decoding(1)]
+    catch_up.begin(sequences, drafted=False, drafts=True)
+    assert catch_up.is_pending
+    catch_up.observe(0, 0.4)  # four tokens, two of each
+    catch_up.count(0, 2, goes_on=False)
+    catch_up.begin(sequences, drafted=True, drafts=True)
+    catch_up.count(0, 2, goes_on=False)
+    assert not catch_up.is_pending
+    catch_up.begin(sequences, drafted=True, drafts=False)
+    assert catch_up.needed_s(sequences) == 0.0
     sequences[0].token_ids += [3, 4, 5]
-    assert reading.catch_up_s(sequences) == pytest.approx(3 * 0.1)
-    assert reading.catch_up_s([*sequences, decoding(2)]) == pytest.approx(5 * 0.1)
+    assert catch_up.needed_s(sequences) == pytest.approx(3 * 0.1)
+    assert catch_up.needed_s([*sequences, decoding(2)]) == pytest.approx(5 * 0.1)
 
 
 def test_rows_without_a_draft_are_those_that_were_asked_for_one() -> None:
@@ -89,8 +89,8 @@ def test_rows_without_a_draft_are_those_that_were_asked_for_one() -> None:
 
 
 @pytest.mark.parametrize("context", [0, 4096, 32768])
-def test_reading_long_prompts_does_not_count_against_drafts(context: int) -> None:
-    """Four rows. With prompts of 32,768 tokens the draft reads for 64 rounds, in which no row has a draft."""
+def test_catching_up_with_long_prompts_does_not_count_against_drafts(context: int) -> None:
+    """Four rows. With prompts of 32,768 tokens the draft catches up for 64 rounds, in which no row has a draft."""
     rates = [0.8] * 4
     policy = AdaptivePolicy(
         LIMIT, ChainChooser(LIMIT), RoundCostModel(warmed_up(flat), 36, 4, LIMIT), clock=lambda: 0.0
@@ -152,17 +152,17 @@ def test_trials_pay_for_what_is_learnt_in_them() -> None:
 
 def test_a_row_that_never_has_a_draft_is_learnt_of_in_the_end() -> None:
     """Its context is longer than the draft's, say. The draft is waited for in every round."""
-    model, reads = RoundCostModel(warmed_up(flat), 64, 8, LIMIT), []
+    model, caught_up = RoundCostModel(warmed_up(flat), 64, 8, LIMIT), []
     rows = [Row(0, 1, 1, 2, 4), Row(1, 1, 1, 2, 4)]
     verdicts = [Verdict(0, (1, 1), 4, range(1)), Verdict(1, (1,), 0, range(0))]
-    for _ in range(4 * MOST_READING):
+    for _ in range(4 * LONGEST_CATCH_UP):
         step = FinishedStep(RoundPlan(0, rows), verdicts, 3, 4 * cheap(2), 4 * cheap(2) + flat(6))
-        reads.append(model.reads(step, 4))
-        model.observe_reading(step, 4)
-    assert reads == [True] * MOST_READING + [False] * 3 * MOST_READING
+        caught_up.append(model.catches_up(step, 4))
+        model.observe_catch_up(step, 4)
+    assert caught_up == [True] * LONGEST_CATCH_UP + [False] * 3 * LONGEST_CATCH_UP
 
 
-def test_a_late_draft_is_not_one_that_reads() -> None:
+def test_a_late_draft_is_not_one_that_catches_up() -> None:
     model = RoundCostModel(warmed_up(flat), 64, 8, LIMIT)
     step = FinishedStep(RoundPlan(0, [Row(0, 1, 1, 2, 4)]), [Verdict(0, (1,), 0, range(0))], 1, 0.0, flat(1))
-    assert not model.reads(step, 4)
+    assert not model.catches_up(step, 4)
