@@ -1,6 +1,11 @@
-"""Counts how often a target group was rebuilt in a row, and ends the engine after too many: requests may kill it."""
+"""The loss of a target group, and how often it was rebuilt in a row: after too many the engine ends, since requests may
+kill it.
+"""
+
+from dataclasses import dataclass, field
 
 from protos.errors import EngineDeadError, SlipstreamError
+from protos.worker_messages import WorkerId
 from runtime.supervision.watchdog import Clock
 
 MAX_REBUILDS = 3
@@ -9,6 +14,32 @@ STEADY_ROUNDS, STEADY_S = 50, 60.0
 DECLARED_S, AGAIN_S = 60.0, 1.0
 """Ray declares a machine dead within the first of these times, and until then starts workers there, in vain: so long
 after a loss, starts that end with a death elsewhere do not count. Each is tried again after the second one."""
+
+
+@dataclass
+class Loss:
+    """What is known of the loss of a serving group.
+
+    Attributes:
+        reason: why it is lost.
+        gone: ranks that must be replaced.
+        away: ranks that are silent since the network was cut, it seems; their processes may run.
+        has_returned: whether one of those, or the rank that was out of memory, is known to run.
+        shortage: why a rank left the group for want of memory; empty if none did.
+        is_counted: whether it counts as a rebuild.
+    """
+
+    reason: str
+    gone: set[WorkerId] = field(default_factory=set)
+    away: set[WorkerId] = field(default_factory=set)
+    has_returned: bool = False
+    shortage: str = ""
+    is_counted: bool = True
+
+    @property
+    def is_located(self) -> bool:
+        """Whether it is known which ranks are gone: it may be none."""
+        return bool(self.gone) or self.has_returned
 
 
 class RebuildCount:
@@ -32,20 +63,19 @@ class RebuildCount:
         """Whether the next one may begin now."""
         return self._clock() >= self._not_before
 
-    def begin(self, loss: str | None, *, rounds: int, served_s: float, is_counted: bool) -> str:
-        """Count a rebuild, if it *is_counted*; return which it is, for a report.
+    def begin(self, loss: Loss | None, *, rounds: int, served_s: float) -> str:
+        """Count a rebuild, unless the group was lost for want of memory in a round; return which it is, for a report.
 
         Args:
-            loss: why the serving group was lost; None if the last rebuild failed.
+            loss: of the serving group; None if the last rebuild failed.
             rounds: that group ran.
             served_s: seconds for which it served.
-            is_counted: False if the group was lost for want of memory.
 
         Raises:
             EngineDeadError: the group was lost too often.
         """
-        self._is_counted = is_counted
-        if not is_counted:
+        self._is_counted = loss is None or loss.is_counted
+        if not self._is_counted:
             return "which was out of memory"
         if loss is not None:
             if rounds >= STEADY_ROUNDS or served_s >= STEADY_S:
@@ -53,7 +83,7 @@ class RebuildCount:
             if self.number >= MAX_REBUILDS:
                 raise EngineDeadError(
                     f"the target group was lost {MAX_REBUILDS + 1} times in a row, each time within "
-                    f"{STEADY_ROUNDS} rounds; the last time: {loss}"
+                    f"{STEADY_ROUNDS} rounds; the last time: {loss.reason}"
                 )
         self.number += 1
         return f"attempt {self.number} of {MAX_REBUILDS}"

@@ -14,7 +14,7 @@ from protos.errors import EngineDeadError, SlipstreamError, TargetLostError, Tar
 from protos.progress import ProgressCallback
 from protos.worker_messages import Died, FromWorker, GroupLost, Setup, WorkerGroup, WorkerId
 from runtime.supervision.kv_sizing import KVSizing
-from runtime.supervision.rebuilds import RebuildCount
+from runtime.supervision.rebuilds import Loss, RebuildCount
 from runtime.supervision.room import Room
 from runtime.supervision.startup import RANK_0, Devices, GroupStartup, StartError
 from runtime.supervision.watchdog import Clock, Watchdog
@@ -74,12 +74,8 @@ class TargetSupervisor:
         self.failure: SlipstreamError | None = None  # why the startup failed
         self._is_elsewhere = False  # whether a worker died that may be on another machine
         self._ready_ranks = setup.world  # of the group that serves, or served last
-        self._loss: str | None = None  # why the serving targets are lost
-        self._lost: set[WorkerId] = set()  # which of them, as far as that is known
+        self._loss: Loss | None = None  # of the serving targets
         self._lost_at = 0.0
-        self._away: set[WorkerId] = set()  # silent since the network was cut, it seems; their processes may run
-        self._has_returned = False
-        self._shortage, self._is_counted = "", True  # why a rank left the group; whether that counts as a rebuild
         self._serving: GroupStartup | None = None  # the startup of the group that serves, or served last
         self._rejoin_by = 0.0
         self._rebuilds = RebuildCount(clock)
@@ -147,27 +143,28 @@ class TargetSupervisor:
         """Count a finished round."""
         self._num_rounds += 1
 
-    def lose(self, reason: str, *workers: WorkerId) -> None:
+    def lose(self, reason: str, *workers: WorkerId) -> Loss:
         """Record that the serving targets are lost, and which *workers* must be replaced if that is known."""
         if self._loss is None:
-            self._loss, self._lost_at = reason, self._clock()
-        self._lost.update(workers)
+            self._loss, self._lost_at = Loss(reason), self._clock()
+        self._loss.gone.update(workers)
+        return self._loss
 
     def lose_group(self, worker: WorkerId, lost: GroupLost) -> None:
         """Record that an operation of a rank's group failed, or that the rank has left the group for want of memory."""
+        loss = self.lose(f"{worker} lost its group: {lost.reason}")
         if lost.out_of_memory:
-            self._shortage, self._has_returned = lost.reason, True  # it runs
-        self.lose(f"{worker} lost its group: {lost.reason}")
+            loss.shortage, loss.has_returned = lost.reason, True  # it runs
 
     def miss(self, worker: WorkerId, why: str) -> None:
         """Record that a serving rank is silent. With all workers of another machine, it is waited for: see `AWAY_S`."""
-        if worker in self._away:
+        if self._loss is not None and worker in self._loss.away:
             return
         reason = f"{worker} hangs: {why}"
         if self._is_cut_off(worker):
-            self._away.add(worker)
-            self._room.note(sorted(self._away))
-            self.lose(reason)
+            loss = self.lose(reason)
+            loss.away.add(worker)
+            self._room.note(sorted(loss.away))
         else:
             self.lose(reason, worker)
 
@@ -182,9 +179,9 @@ class TargetSupervisor:
 
     def hear(self, worker: WorkerId, message: FromWorker) -> None:
         """Record that a message has come from a rank; one that was away has returned."""
-        if worker in self._away and not isinstance(message, Died):
-            self._away.remove(worker)
-            self._has_returned = True
+        if self._loss is not None and worker in self._loss.away and not isinstance(message, Died):
+            self._loss.away.remove(worker)
+            self._loss.has_returned = True
             self._report(f"{worker} is heard again after {self._clock() - self._lost_at:.0f} s")
 
     def may_restart(self) -> bool:
@@ -193,27 +190,28 @@ class TargetSupervisor:
         Raises:
             NoRoomError: see `check_progress`.
         """
-        waited_s = self._clock() - self._lost_at
-        if not self._rebuilds.is_due:
-            return False
-        if self._away and waited_s > AWAY_S:
-            self._lost |= self._away
-        if self._loss is None or self._lost:
+        loss, waited_s = self._loss, self._clock() - self._lost_at
+        if loss is None or not self._rebuilds.is_due:
+            return self._rebuilds.is_due
+        if waited_s > AWAY_S:
+            loss.gone |= loss.away
+        if loss.gone:
             return True
         self._room.check()
-        return not self._away and (self._has_returned or waited_s > FOUND_S)
+        return not loss.away and (loss.has_returned or waited_s > FOUND_S)
 
     def check_in_round(self) -> None:
         """As `check`, once it is known whether the round took too much memory, which does not count as a loss."""
-        self._is_counted = not self._shortage
-        if self._lost or self._shortage or self._clock() - self._lost_at >= EXPLAINED_S:
+        loss = self._loss
+        if loss is not None and (loss.gone or loss.shortage or self._clock() - self._lost_at >= EXPLAINED_S):
+            loss.is_counted = not loss.shortage
             self.check()
 
     def check(self) -> None:
         """Raise `TargetLostError` if the serving targets are lost, `TargetOutOfMemoryError` for want of memory."""
-        if self._loss is not None:
+        if (loss := self._loss) is not None:
             self._watchdog.end_round()
-            raise TargetOutOfMemoryError(self._shortage) if self._shortage else TargetLostError(self._loss)
+            raise TargetOutOfMemoryError(loss.shortage) if loss.shortage else TargetLostError(loss.reason)
 
     def restart(self) -> GroupStartup:
         """Replace the ranks that are gone; end and replace the others too, if they cannot form the next group.
@@ -222,9 +220,7 @@ class TargetSupervisor:
             EngineDeadError: the group was lost too often.
         """
         served_s = self._watchdog.now - self._served_since
-        attempt = self._rebuilds.begin(
-            self._loss, rounds=self._num_rounds, served_s=served_s, is_counted=self._is_counted
-        )
+        attempt = self._rebuilds.begin(self._loss, rounds=self._num_rounds, served_s=served_s)
         before, gone = self._serving, self._gone()
         names = ", ".join(map(str, gone)) if 0 < len(gone) < len(self.workers) else "the target group"
         self._report(f"starting {names} again, {attempt}")
@@ -240,8 +236,7 @@ class TargetSupervisor:
         self._group.kill(gone)
         for worker in gone:
             self._incarnations[worker.rank] = worker.incarnation + 1
-        self._loss, self._lost, self._serving = None, set(), None
-        self._away, self._has_returned, self._shortage, self._is_counted = set(), False, "", True
+        self._loss = self._serving = None
         self.workers = tuple(WorkerId("target", rank, self._incarnations[rank]) for rank in range(ranks))
         is_resized = ranks != self._ready_ranks
         self._setup = msgspec.structs.replace(self._setup, group=self._setup.group + 1, world=ranks)
@@ -252,8 +247,8 @@ class TargetSupervisor:
         """Return the ranks to replace: those that are lost, or all."""
         if len(self.workers) < self._all_ranks:  # room may have returned
             return list(self.workers)
-        knows = bool(self._lost) or self._has_returned
-        return sorted(self._lost) if knows and self._is_reusable() else list(self.workers)
+        loss = self._loss
+        return sorted(loss.gone) if loss is not None and loss.is_located and self._is_reusable() else [*self.workers]
 
     def _is_reusable(self) -> bool:
         """Whether ranks of the serving group can keep their processes when others are replaced."""
