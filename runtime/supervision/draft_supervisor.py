@@ -7,6 +7,7 @@ tokens from it; nothing here can fail a request.
 import logging
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum, auto
 
 from proposers import registry
 from protos.config.engine import EngineConfig
@@ -60,6 +61,19 @@ def has_draft_worker(config: EngineConfig) -> bool:
     return registry.worker_method(speculative) is not None
 
 
+class DraftPhase(Enum):
+    """How far the draft has come on its way into service."""
+
+    STARTING = auto()
+    """It is being started, or will be."""
+    READY = auto()
+    """It waits for plans, and has no draft channel: target rank 0 does not serve, or the last channel failed."""
+    FORMING = auto()
+    """A draft channel is being formed."""
+    SERVING = auto()
+    """Plans are sent to it."""
+
+
 class DraftSupervisor:
     """The draft worker as the controller sees it. Used by the executor's thread alone.
 
@@ -73,39 +87,35 @@ class DraftSupervisor:
         self._group, self._watchdog, self._make_startup = group, watchdog, make_startup
         self.worker = WorkerId("draft")
         self._drafted: Drafted | None = None  # the newest
-        self._startup: GroupStartup | None = None
-        self._is_ready = False
+        self._phase = DraftPhase.STARTING
+        self._startup: GroupStartup | None = None  # that of the first draft is the target group's
         self._target: WorkerId | None = None
         self._store: StoreAddress | None = None
         self._epoch = 0  # of the newest draft channel, formed or not
         self._ready_ends: set[WorkerId] = set()
-        self._form_by: float | None = None
-        self._serving_epoch = 0  # 0 while no draft channel serves
-        self._served_since = 0.0
+        self._form_by = self._served_since = 0.0
         self._retry_at: float | None = None
-        self._num_failures = 0
-        self._num_failed_channels = 0
+        self._num_failures = self._num_failed_channels = 0  # in a row
         self._changes: Counter[str] = Counter()
         self._is_late = False
         self._held: list[Plan] = []  # plans that it needs later, in order
         self._sent_round: int | None = None  # the newest round that was sent to it and is not finished
-        self._finished_round = -1
-        self._progress_at = 0.0
+        self._finished_round, self._progress_at = -1, 0.0
 
     @property
     def service(self) -> DraftService:
         """See `Executor.drafting`."""
-        return DraftService(self.is_serving, self._serving_epoch, dict(self._changes))
+        return DraftService(self.is_serving, self._epoch if self.is_serving else 0, dict(self._changes))
 
     @property
     def is_serving(self) -> bool:
         """Whether plans are sent to the draft."""
-        return self._serving_epoch > 0
+        return self._phase is DraftPhase.SERVING
 
     @property
     def is_forming(self) -> bool:
         """Whether a draft channel is being formed, which may keep target rank 0 busy."""
-        return self._form_by is not None
+        return self._phase is DraftPhase.FORMING
 
     @property
     def waits_for(self) -> str:
@@ -116,13 +126,13 @@ class DraftSupervisor:
 
     def mark_ready(self) -> None:
         """Record that the draft was started and waits for plans."""
-        self._is_ready = True
+        self._phase = DraftPhase.READY
         self._watchdog.mark_serving(self.worker)
 
     def targets_up(self, target: WorkerId, store: StoreAddress) -> None:
         """Record that target rank 0 serves; draft channels are formed over its store."""
         self._target, self._store = target, store
-        if self._is_ready:
+        if self._phase is DraftPhase.READY:
             self._form_channel()
 
     def targets_down(self) -> None:
@@ -186,7 +196,7 @@ class DraftSupervisor:
         now = self._watchdog.now
         if self._sent_round is not None and now - self._progress_at > STUCK_S:
             self.lose(f"hangs: no round finished for {STUCK_S:.0f} s")
-        elif self._form_by is not None and now > self._form_by:
+        elif self.is_forming and now > self._form_by:
             self._abandon_channel(f"not formed within {FORM_S:.0f} s")
         elif self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
@@ -194,9 +204,8 @@ class DraftSupervisor:
 
     def lose(self, reason: str) -> None:
         """End a draft that is dead or hangs, and start the next one after a delay."""
-        self._is_ready = False
-        self._startup = None
         self._leave_service("lost", f"{self.worker} {reason}; decoding continues without it")
+        self._phase, self._startup = DraftPhase.STARTING, None
         self._watchdog.remove(self.worker)
         self._group.kill([self.worker], waits=False)
         delay = min(MAX_RETRY_S, RETRY_S * (2**self._num_failures - 1))
@@ -207,7 +216,7 @@ class DraftSupervisor:
         self._finished_round = -1
 
     def _retry(self) -> None:
-        if self._is_ready:
+        if self._phase is DraftPhase.READY:
             self._form_channel()
             return
         self._startup = self._make_startup(self.worker)
@@ -228,9 +237,8 @@ class DraftSupervisor:
         """Let both ends form the next draft channel in the background; it serves when both are ready."""
         if self._target is None or self._store is None:
             return
-        self._epoch += 1
-        self._ready_ends = set()
-        self._form_by = self._watchdog.now + FORM_S
+        self._phase, self._form_by = DraftPhase.FORMING, self._watchdog.now + FORM_S
+        self._epoch, self._ready_ends = self._epoch + 1, set()
         self._retry_at = None
         for worker in (self._target, self.worker):
             self._group.send(worker, FormDraftChannel(self._epoch, self._store))
@@ -240,13 +248,10 @@ class DraftSupervisor:
             return
         self._ready_ends.add(worker)
         if self._ready_ends >= {self._target, self.worker}:
-            self._form_by = None
+            self._phase, self._served_since = DraftPhase.SERVING, self._watchdog.now
             self._num_failed_channels = 0
-            self._serving_epoch = self._epoch
-            self._served_since = self._watchdog.now
-            self._change(
-                "started" if self._epoch == 1 else "revived", f"{self.worker} serves, over draft channel {self._epoch}"
-            )
+            why = "started" if self._epoch == 1 else "revived"
+            self._change(why, f"{self.worker} serves, over draft channel {self._epoch}")
 
     def _channel_failed(self, worker: WorkerId, message: DraftChannelFailed) -> None:
         if message.epoch == self._epoch and (self.is_serving or self.is_forming):
@@ -261,18 +266,19 @@ class DraftSupervisor:
         if self._num_failed_channels > MAX_FAILED_CHANNELS:
             self._num_failed_channels = 0
             self.lose(f"could not be connected {MAX_FAILED_CHANNELS} times")
-        elif self._is_ready:
+        else:
             self._retry_at = self._watchdog.now + RETRY_S
 
     def _leave_service(self, why: str, text: str = "the draft waits for its targets") -> None:
         """Take the draft out of service; count and report it if it served."""
-        self._form_by = None
+        served = self.is_serving
+        if self._phase is not DraftPhase.STARTING:
+            self._phase = DraftPhase.READY
         self._held.clear()
         self._sent_round = None
-        if self.is_serving:
+        if served:
             if self._watchdog.now - self._served_since >= STEADY_S:
                 self._num_failures = 0
-            self._serving_epoch = 0
             self._is_late = False
             self._change(why, text)
 
