@@ -20,9 +20,17 @@ def read_described(folder: Path, name: str) -> dict[str, Any]:
     Raises:
         ModelError: a file is missing or damaged; names the model as *name*.
     """
+    return _described(folder, name, _as_stored(folder, name))
+
+
+def _as_stored(folder: Path, name: str) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{name}: there is no {CONFIG}")
-    described = _known(read_json(folder / CONFIG, name))
+    return read_json(folder / CONFIG, name)
+
+
+def _described(folder: Path, name: str, stored: dict[str, Any]) -> dict[str, Any]:
+    described = _known(stored)
     if described.get("quantization_config") or not (folder / MODEL_OPT).is_file():
         return described
     quantization = read_json(folder / MODEL_OPT, name).get("quantization")
@@ -54,11 +62,11 @@ def read_language_config(folder: Path) -> Any:
     """Return the `transformers` config of the language model in *folder*. Raises what `AutoConfig` raises."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import, and rarely needed
 
-    kind = read_json(folder / CONFIG, folder.name).get("model_type")
-    described = read_described(folder, folder.name)
+    stored = _as_stored(folder, folder.name)
+    described = _described(folder, folder.name, stored)
     config = (
         AutoConfig.for_model(**described)
-        if kind in READ_AS
+        if stored.get("model_type") in READ_AS
         else AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     )
     quantization = described.get("quantization_config")
