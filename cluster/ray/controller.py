@@ -54,11 +54,11 @@ class ControllerActor(ActorBase):
         """Build the engine and serve until stopped; exit the process with an error after a failure."""
         context: zmq.Context[Socket] = zmq.Context()
         commands = context.socket(zmq.PULL)
-        connect(commands, self._endpoint.down, self._endpoint)
+        connect(commands, self._endpoint.commands, self._endpoint)
 
         def connect_reports() -> Socket:
             made = context.socket(zmq.PUSH)
-            connect(made, self._endpoint.up, self._endpoint)
+            connect(made, self._endpoint.reports, self._endpoint)
             return made
 
         reports = connect_reports()

@@ -36,15 +36,15 @@ class ZmqHub:
 
     def __init__(self, host: str | None = None, message_type: Any = FromWorker) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._up, self._down = self._context.socket(zmq.PULL), self._context.socket(zmq.ROUTER)
-        self._down.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker may reconnect under its id
-        self._bound = BoundSockets(self._context, self._up, self._down, host)
+        self._reports, self._commands = self._context.socket(zmq.PULL), self._context.socket(zmq.ROUTER)
+        self._commands.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker may reconnect under its id
+        self._bound = BoundSockets(self._context, self._reports, self._commands, host)
         self._posted, self._posts = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         self._posting = threading.Lock()
         self._posted.bind(POSTS)
         self._posts.connect(POSTS)
         self._poller = zmq.Poller()
-        for socket in (self._up, self._down, self._posted):
+        for socket in (self._reports, self._commands, self._posted):
             self._poller.register(socket, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(message_type)
@@ -78,7 +78,7 @@ class ZmqHub:
         if name in self._waiting:
             self._waiting[name].append(self._encode(message))
         else:
-            self._down.send_multipart([name, self._encode(message)])
+            self._commands.send_multipart([name, self._encode(message)])
 
     def _encode(self, message: Any) -> bytes:
         """Encode a message once that goes to every worker."""
@@ -98,9 +98,9 @@ class ZmqHub:
         while True:
             left_ms = max(0, round((deadline - time.monotonic()) * 1000))
             ready = dict(self._poller.poll(left_ms))
-            if self._down in ready:
+            if self._commands in ready:
                 self._send_queued()
-            messages = self._drain(self._up) if self._up in ready else []
+            messages = self._drain(self._reports) if self._reports in ready else []
             if self._posted in ready:
                 messages += self._last_messages() + self._drain(self._posted)
             if messages or time.monotonic() >= deadline:
@@ -117,8 +117,8 @@ class ZmqHub:
     def _last_messages(self) -> list[tuple[WorkerId, Any]]:
         """Return messages in flight from a worker whose death has been posted."""
         messages, deadline = [], time.monotonic() + DEATH_DELAY_S
-        while (left_s := deadline - time.monotonic()) > 0 and self._up.poll(round(left_s * 1000)):
-            messages += self._drain(self._up)
+        while (left_s := deadline - time.monotonic()) > 0 and self._reports.poll(round(left_s * 1000)):
+            messages += self._drain(self._reports)
         return messages
 
     def _read(self, frames: list[bytes]) -> tuple[WorkerId, Any] | None:
@@ -133,16 +133,16 @@ class ZmqHub:
 
     def _send_queued(self) -> None:
         """Send the queued messages of workers that have just connected."""
-        while self._down.poll(0):
-            name = self._down.recv_multipart()[0]
+        while self._commands.poll(0):
+            name = self._commands.recv_multipart()[0]
             for body in self._waiting.pop(name, ()):
-                self._down.send_multipart([name, body])
+                self._commands.send_multipart([name, body])
 
     def close(self) -> None:
         """Close the sockets. May be called twice."""
         with self._posting:
             self._posts.close()
-        for socket in (self._up, self._down, self._posted):
+        for socket in (self._reports, self._commands, self._posted):
             socket.close()
         self._bound.close()
         self._context.term()
@@ -167,34 +167,34 @@ class ZmqPort:
         self._name = routing_id(worker)
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(message_type)
         self._sending = threading.Lock()
-        self._up = self._context.socket(zmq.PUSH)
-        connect(self._up, endpoint.up, endpoint)
-        self._down = self._context.socket(zmq.DEALER)
-        self._down.setsockopt(zmq.ROUTING_ID, self._name)
-        connect(self._down, endpoint.down, endpoint)
-        self._down.send(b"")  # announces this worker to the hub
+        self._reports = self._context.socket(zmq.PUSH)
+        connect(self._reports, endpoint.reports, endpoint)
+        self._commands = self._context.socket(zmq.DEALER)
+        self._commands.setsockopt(zmq.ROUTING_ID, self._name)
+        connect(self._commands, endpoint.commands, endpoint)
+        self._commands.send(b"")  # announces this worker to the hub
 
     def send(self, message: FromWorker) -> None:
         """See `Port`."""
         with self._sending:
-            if not self._up.closed:
-                self._up.send_multipart([self._name, self._encoder.encode(message)])
+            if not self._reports.closed:
+                self._reports.send_multipart([self._name, self._encoder.encode(message)])
 
     def receive(self, timeout_s: float | None) -> Any:
         """See `Port`. Drops messages that cannot be decoded."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_ms = None if deadline is None else max(0, round((deadline - time.monotonic()) * 1000))
-            if not self._down.poll(left_ms):
+            if not self._commands.poll(left_ms):
                 return None
             try:
-                return self._decoder.decode(self._down.recv())
+                return self._decoder.decode(self._commands.recv())
             except msgspec.DecodeError as error:
                 log.warning("dropped an unreadable message of the controller: %s", error)
 
     def close(self) -> None:
         """Close the sockets once the last messages have been sent. May be called twice."""
         with self._sending:
-            self._up.close(linger=LINGER_MS)
-        self._down.close(linger=0)
+            self._reports.close(linger=LINGER_MS)
+        self._commands.close(linger=0)
         self._context.term()

@@ -21,18 +21,18 @@ class Endpoint(msgspec.Struct, frozen=True):
     """Where to connect, and with which keys; they are empty for ipc.
 
     Attributes:
-        up: address on which the binding process receives.
-        down: address on which the binding process sends.
+        reports: address on which the binding process receives.
+        commands: address on which the binding process sends.
     """
 
-    up: str
-    down: str
+    reports: str
+    commands: str
     server_key: str = ""
     client_key: str = ""
     client_secret: str = ""
 
     def __repr__(self) -> str:
-        return f"Endpoint(up={self.up!r}, down={self.down!r})"
+        return f"Endpoint(reports={self.reports!r}, commands={self.commands!r})"
 
 
 class _OneClient:
@@ -70,15 +70,15 @@ class BoundSockets:
     """Two bound sockets, and the endpoint for others to connect to them.
 
     Args:
-        up: receives messages.
-        down: sends messages.
+        reports: receives messages.
+        commands: sends messages.
         host: the address to listen on; None for ipc, in a private folder.
     """
 
-    def __init__(self, context: "zmq.Context[Socket]", up: Socket, down: Socket, host: str | None) -> None:
+    def __init__(self, context: "zmq.Context[Socket]", reports: Socket, commands: Socket, host: str | None) -> None:
         self._curve = None if host is None else CurveServer(context)
         self._folder = socket_folder() if host is None else None
-        places = [self._bind(socket, name, host) for socket, name in ((up, "up"), (down, "down"))]
+        places = [self._bind(socket, name, host) for socket, name in ((reports, "reports"), (commands, "commands"))]
         keys = (
             ()
             if self._curve is None

@@ -34,7 +34,7 @@ def port(hub: ZmqHub) -> Iterator[ZmqPort]:
 
 def raw(endpoint: Endpoint) -> "zmq.Socket[bytes]":
     socket = zmq.Context.instance().socket(zmq.PUSH)
-    connect(socket, endpoint.up, endpoint)
+    connect(socket, endpoint.reports, endpoint)
     return socket
 
 
@@ -113,9 +113,9 @@ def test_keys_let_in_only_their_holder() -> None:
     public, secret = (key.decode() for key in zmq.curve_keypair())
     true = hub.endpoint
     others = [
-        Endpoint(true.up, true.down),
-        Endpoint(true.up, true.down, true.server_key, public, secret),
-        Endpoint(true.up, true.down, public, true.client_key, true.client_secret),
+        Endpoint(true.reports, true.commands),
+        Endpoint(true.reports, true.commands, true.server_key, public, secret),
+        Endpoint(true.reports, true.commands, public, true.client_key, true.client_secret),
     ]
     sockets = [raw(endpoint) for endpoint in others]
     for socket in sockets:
@@ -140,12 +140,12 @@ def test_keys_are_fresh_and_never_shown() -> None:
     assert secret not in repr(one.endpoint) + str(one.endpoint)
     one.close()
     two.close()
-    assert Endpoint("u", "d") == msgspec.json.decode(msgspec.json.encode(Endpoint("u", "d")), type=Endpoint)
+    assert Endpoint("r", "c") == msgspec.json.decode(msgspec.json.encode(Endpoint("r", "c")), type=Endpoint)
 
 
 def test_closing_removes_all_sockets() -> None:
     hub = ZmqHub()
-    place = hub.endpoint.up.removeprefix("ipc://")
+    place = hub.endpoint.reports.removeprefix("ipc://")
     import os
 
     assert os.path.exists(place)  # noqa: PTH110 - a socket
