@@ -41,8 +41,8 @@ class DraftSource(Protocol):
         ...
 
 
-class WholeRounds(Protocol):
-    """Runs rounds by other means than a forward and what follows it on the host: see `workers.gpu.rounds`.
+class GraphedRounds(Protocol):
+    """Runs rounds whole as CUDA graphs, without the host between forward and verdicts: see `workers.gpu.rounds`.
 
     With `moves_entries`, a round that it runs begins with `RoundPlan.moves`. All ranks decide alike which rounds it
     runs; results of other ranks than 0 are empty.
@@ -51,8 +51,8 @@ class WholeRounds(Protocol):
     @property
     def moves_entries(self) -> bool: ...  # noqa: D102
 
-    def run(self, plan: RoundPlan, unsettled: Seq[int]) -> RoundDone | None:
-        """Draft for the rows *unsettled*, which `TargetRank` would ask its source for, and score; None if it cannot."""
+    def run(self, plan: RoundPlan, undecided: Seq[int]) -> RoundDone | None:
+        """Draft for the rows *undecided*, which `TargetRank` would ask its source for, and score; None if it cannot."""
         ...
 
     def score(self, plan: RoundPlan, drafts: Seq[Draft]) -> RoundDone | None:
@@ -67,7 +67,7 @@ class TargetRank:
         tp: the group of all ranks. They agree on the drafts, and the model's forward exchanges tensors over it.
         worker: this rank's share of the model.
         source: of rank 0's drafts; None if no worker drafts.
-        whole: asked first to run a round; None: the ordinary path runs all.
+        graphed: asked first to run a round; None: the ordinary path runs all.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class TargetRank:
         tp: Group,
         worker: TargetWorker,
         source: DraftSource | None = None,
-        whole: WholeRounds | None = None,
+        graphed: GraphedRounds | None = None,
     ) -> None:
         self.worker = worker
         self.source = source
-        self._whole = whole
+        self._graphed = graphed
         self._tp = tp
         self._holds_state = False  # in a round: whether the caches hold what they held before it, its moves done
         self.round = -1
@@ -113,27 +113,27 @@ class TargetRank:
         self.worker.slots.apply(plan)
         if self._tp.rank == 0:
             self.worker.expect(plan.new)
-        if self._whole is None or not self._whole.moves_entries:
+        if self._graphed is None or not self._graphed.moves_entries:
             self.worker.move(plan.moves)
             self._holds_state = True
         else:
             self._holds_state = not plan.moves
-        unsettled = [r for r, row in enumerate(plan.rows) if self._is_unsettled(row)]
-        done = None if self._whole is None else self._whole.run(plan, unsettled)
+        undecided = [r for r, row in enumerate(plan.rows) if self._is_undecided(row)]
+        done = None if self._graphed is None else self._graphed.run(plan, undecided)
         if done is None:
-            done = self._run_in_parts(plan, unsettled)
+            done = self._run_in_parts(plan, undecided)
         self.round = plan.round
         return None if self._tp.rank else done
 
-    def _run_in_parts(self, plan: RoundPlan, unsettled: list[int]) -> RoundDone | None:
+    def _run_in_parts(self, plan: RoundPlan, undecided: list[int]) -> RoundDone | None:
         """Propose first, then score and verify."""
         began = time.monotonic()
-        proposed = self._propose(plan, unsettled)
-        wait_s = time.monotonic() - began if unsettled else 0.0
-        done = None if self._whole is None else self._whole.score(plan, proposed.drafts)
+        proposed = self._propose(plan, undecided)
+        wait_s = time.monotonic() - began if undecided else 0.0
+        done = None if self._graphed is None else self._graphed.score(plan, proposed.drafts)
         if done is not None:
             return structs.replace(done, wait_s=wait_s, draft_missed=proposed.missed)
-        if self._whole is not None and self._whole.moves_entries:
+        if self._graphed is not None and self._graphed.moves_entries:
             self.worker.move(plan.moves)
             self._holds_state = True
         if self._tp.rank:
@@ -155,24 +155,24 @@ class TargetRank:
         """Leave the group."""
         self._tp.close()
 
-    def _propose(self, plan: RoundPlan, unsettled: list[int]) -> ProposedDrafts:
-        """Return the drafts of all rows. Those of the rows *unsettled* are rank 0's on every rank.
+    def _propose(self, plan: RoundPlan, undecided: list[int]) -> ProposedDrafts:
+        """Return the drafts of all rows. Those of the rows *undecided* are rank 0's on every rank.
 
         So all ranks agree on the shape of the forward.
         """
         drafts = list(self.worker.straight([row.draft or NO_DRAFT for row in plan.rows]))
-        if not unsettled:
+        if not undecided:
             return ProposedDrafts(drafts)
-        rows = [plan.rows[r] for r in unsettled]
+        rows = [plan.rows[r] for r in undecided]
         proposed = ProposedDrafts([NO_DRAFT] * len(rows)) if self._tp.rank else self._from_source(plan, rows)
         if self._tp.size > 1:
             proposed = proposed._replace(drafts=broadcast_drafts(self._tp.cpu_group, rows, proposed.drafts))
-        for r, draft in zip(unsettled, proposed.drafts, strict=True):
+        for r, draft in zip(undecided, proposed.drafts, strict=True):
             drafts[r] = draft
         return proposed._replace(drafts=drafts)
 
-    def _is_unsettled(self, row: Row) -> bool:
-        """Whether only rank 0 has the row's draft: the source proposes it, or a grammar may shorten it."""
+    def _is_undecided(self, row: Row) -> bool:
+        """Whether the plan leaves the row's draft to rank 0: the source proposes it, or a grammar may shorten it."""
         return row.k > 0 and (row.draft is None or bool(self.worker.slots.constrained[row.slot]))
 
     def _from_source(self, plan: RoundPlan, rows: list[Row]) -> ProposedDrafts:

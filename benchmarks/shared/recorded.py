@@ -15,7 +15,7 @@ from benchmarks.shared.workload import Item
 from protos.messages import Sampling
 from slipstream import LLM, SamplingParams
 from workers.sampling.noise import ACCEPT, DRAFT, row_keys, stream_seeds, uniform
-from workers.sampling.sample import Ints, Limits, top_distribution, without_replacement
+from workers.sampling.sample import Ints, SamplingLimits, top_distribution, without_replacement
 from workers.sampling.sampler import Sampler
 from workers.slots import SlotTable
 from workers.verification import rejection_math as rules
@@ -92,7 +92,9 @@ class Models:
                 stream_seeds(seeds_R, DRAFT, np.full(BRANCHES, end)),
             )
 
-    def _grow(self, last_R: torch.Tensor, before: list[Any], limits: Limits, k: int, seeds_R: Ints) -> rules.ChainBatch:
+    def _grow(
+        self, last_R: torch.Tensor, before: list[Any], limits: SamplingLimits, k: int, seeds_R: Ints
+    ) -> rules.ChainBatch:
         fed, draft_probs, places = [last_R], [], []
         for step in range(k):
             logits_RV = self.draft(fed[-1][:, None], past_key_values=before[1], use_cache=True).logits[:, -1]
@@ -121,11 +123,13 @@ def _branches(cache: Any, length: int) -> Any:
     return copy
 
 
-def _warm(rows: int, temperature: float) -> Limits:
-    return Limits(np.full(rows, temperature, np.float32), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
+def _warm(rows: int, temperature: float) -> SamplingLimits:
+    return SamplingLimits(
+        np.full(rows, temperature, np.float32), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows)
+    )
 
 
-def _probabilities(logits_XV: torch.Tensor, limits: Limits) -> torch.Tensor:
+def _probabilities(logits_XV: torch.Tensor, limits: SamplingLimits) -> torch.Tensor:
     return (logits_XV.double() / float(limits.temperature[0])).softmax(-1)
 
 

@@ -67,7 +67,7 @@ def target_probs(
     """
     import torch  # noqa: PLC0415 - when an engine is built, not before
 
-    from workers.sampling.sample import Limits, distribution  # noqa: PLC0415
+    from workers.sampling.sample import SamplingLimits, distribution  # noqa: PLC0415
 
     ids, known = np.fromiter(logprobs, np.int64), np.fromiter(logprobs.values(), np.float64)
     share_V = np.ones(vocab_size) if like_V is None else like_V + LEAST
@@ -76,7 +76,7 @@ def target_probs(
     logits_V = np.minimum(np.log(np.maximum(left_V, LEAST)), known.min())
     logits_V[ids] = known
     logits_1V = torch.from_numpy(logits_V.astype(np.float32))[None]
-    limits = Limits(
+    limits = SamplingLimits(
         np.array([sampling.temperature], np.float32),
         np.array([sampling.top_k if sampling.top_k < vocab_size else 0], np.int64),
         np.array([sampling.top_p], np.float64),

@@ -18,7 +18,7 @@ from protos.messages import NewSequence, RoundPlan, Row, Sampling, Verdict, Work
 from protos.stats import PhaseTimes
 from workers.draft.engine import DraftEngine
 from workers.draft.sampling import DraftPositions, DraftSampler
-from workers.sampling.sample import Ints, Limits, distribution, top_distribution
+from workers.sampling.sample import Ints, SamplingLimits, distribution, top_distribution
 from workers.sampling.sampler import Sampler
 from workers.verification.acceptance import AcceptedTokens, SampleAndMatch, Scored, accept
 from workers.verification.draft_probs import DraftProbs
@@ -82,7 +82,7 @@ class LoggedDraftSampler(DraftSampler):
             return self._sampler.sample(logits_NV, positions.slots_N, positions.index_N)
         return self._before.sample(logits_NV, positions)
 
-    def _distribution(self, logits_1V: torch.Tensor, limits: Limits) -> torch.Tensor:
+    def _distribution(self, logits_1V: torch.Tensor, limits: SamplingLimits) -> torch.Tensor:
         """Return the distribution that the draft samples from, float64 `[V]`."""
         if self._size is None:
             return distribution(logits_1V, limits)[0].cpu()

@@ -11,7 +11,7 @@ from workers.compiled.warming import Compilable
 from workers.distributed.groups import Solo
 from workers.draft.cache import TargetCache
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
-from workers.gpu.choosing import CHOOSERS
+from workers.gpu.choosing import SAMPLER_KINDS
 from workers.gpu.drafts.chain_loop import DraftProgram
 from workers.gpu.drafts.drafter import can_capture, drafter_of
 from workers.gpu.drafts.drafting import DeviceDrafts
@@ -21,7 +21,7 @@ from workers.gpu.graphs import GraphCapturer, GraphSet, Program
 from workers.gpu.inputs import Buffers, InputRoom, RoundInputs
 from workers.gpu.round_rows import DraftPlan, RoundRows
 from workers.gpu.rounds import CapturedSteps, DeviceRounds
-from workers.gpu.sizes import MOST_ROWS, Chooser, Size, StepKey, forward_sizes, row_sizes
+from workers.gpu.sizes import MOST_ROWS, SamplerKind, Size, StepKey, forward_sizes, row_sizes
 from workers.gpu.target_step import TargetStep, write_drafts
 from workers.gpu.token_counts import UNCOUNTED
 from workers.model.runner import ModelRunner
@@ -84,8 +84,8 @@ def graph_drafts(engine: "DraftEngine", max_draft: int, report: ProgressCallback
     loops: GraphSet[StepKey] = GraphSet("draft", GraphCapturer(device, Solo()))
     made = {size: drafter.program(buffers.inputs[size]) for size in sizes}
     programs = {
-        (size, chooser): partial(_draft_and_report, loop, buffers, size, chooser)
-        for chooser in CHOOSERS
+        (size, kind): partial(_draft_and_report, loop, buffers, size, kind)
+        for kind in SAMPLER_KINDS
         for size, loop in made.items()
     }
     loops.capture(programs, partial(_prepare, buffers, slots, sampler), report)
@@ -114,8 +114,8 @@ def capture_forwards(runners: Mapping[str, Compilable], most_tokens: int, report
             runner.captured = graphs
 
 
-def _draft_and_report(loop: DraftProgram, buffers: Buffers, size: Size, chooser: Chooser) -> None:
-    loop.run(chooser)
+def _draft_and_report(loop: DraftProgram, buffers: Buffers, size: Size, kind: SamplerKind) -> None:
+    loop.run(kind)
     line = 2 * size.queries - 1
     write_drafts(buffers.inputs[size], buffers.results.on_device[: size.rows * line].view(size.rows, line))
 
@@ -186,5 +186,5 @@ def _prepare(buffers: Buffers, slots: SlotTable, sampler: Sampler, key: StepKey)
 
 
 def _programs(steps: Mapping[Size, TargetStep] | Mapping[Size, DraftProgram]) -> dict[StepKey, Program]:
-    """Return a program for each size and chooser; sizes of the simplest chooser first, should a later one fail."""
-    return {(size, chooser): partial(step.run, chooser) for chooser in CHOOSERS for size, step in steps.items()}
+    """Return a program for each size and kind; sizes of the simplest kind first, should a later one fail."""
+    return {(size, kind): partial(step.run, kind) for kind in SAMPLER_KINDS for size, step in steps.items()}

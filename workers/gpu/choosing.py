@@ -9,22 +9,22 @@ from importlib.util import find_spec
 
 import torch
 
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 from workers.sampling.sample import (
     MIN_TEMPERATURE,
     DeviceLimits,
-    Limits,
+    SamplingLimits,
     greedy,
     parts_of,
     sample_drawn,
     sample_limited,
 )
 
-CHOOSERS: tuple[Chooser, ...] = ("greedy", "drawn", "limited")
+SAMPLER_KINDS: tuple[SamplerKind, ...] = ("greedy", "drawn", "limited")
 Choose = Callable[[torch.Tensor, torch.Tensor, DeviceLimits], torch.Tensor]
 
 
-def chooser_for(limits: Limits) -> Chooser:
+def sampler_kind(limits: SamplingLimits) -> SamplerKind:
     """Return what rows with *limits* need."""
     is_random_N = limits.temperature >= MIN_TEMPERATURE
     if not is_random_N.any():
@@ -36,15 +36,15 @@ def _greedy(logits_NV: torch.Tensor, _keys_N: torch.Tensor, _limits: DeviceLimit
     return greedy(logits_NV)
 
 
-FUNCTIONS: dict[Chooser, Choose] = {"greedy": _greedy, "drawn": sample_drawn, "limited": sample_limited}
+FUNCTIONS: dict[SamplerKind, Choose] = {"greedy": _greedy, "drawn": sample_drawn, "limited": sample_limited}
 
 
-def choose(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
+def choose(kind: SamplerKind, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
     """Return the sampled ids, int64 `[N]`; -1 where the greatest logit is not finite."""
     if has_kernels(logits_NV.device):
-        return _by_kernels(chooser, logits_NV, keys_N, limits)
-    function, parts = FUNCTIONS[chooser], parts_of(logits_NV)
-    if len(parts) <= 1 or chooser == "greedy":
+        return _by_kernels(kind, logits_NV, keys_N, limits)
+    function, parts = FUNCTIONS[kind], parts_of(logits_NV)
+    if len(parts) <= 1 or kind == "greedy":
         return function(logits_NV, keys_N, limits)
     return torch.cat([function(logits_NV[at], keys_N[at], limits.at(at)) for at in parts])
 
@@ -54,10 +54,10 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def _by_kernels(chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
+def _by_kernels(kind: SamplerKind, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits) -> torch.Tensor:
     from workers.gpu.kernels.sampling import KernelLimits, sample_tokens  # noqa: PLC0415 - triton may be missing
 
-    if chooser != "limited":
+    if kind != "limited":
         return sample_tokens(logits_NV, keys_N, KernelLimits(limits.temperature))
     return sample_tokens(logits_NV, keys_N, KernelLimits(limits.temperature, limits.top_k, limits.top_p, limits.min_p))
 

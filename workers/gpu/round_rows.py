@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protos.draft import Draft
-from workers.sampling.sample import Ints, Limits, Penalties
+from workers.sampling.sample import Ints, Penalties, SamplingLimits
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RoundRows:
 
     slots_R: Ints
     seeds_R: Ints
-    limits: Limits
+    limits: SamplingLimits
     penalties: Penalties
     draft: DraftPlan
     trees: Mapping[int, Draft] = field(default_factory=dict)

@@ -20,14 +20,14 @@ from protos.messages import RoundPlan, Row, Verdict, with_tree
 from protos.worker_messages import RoundDone
 from workers.attention.batch import Ints
 from workers.device import DeviceTimer
-from workers.gpu.choosing import chooser_for
+from workers.gpu.choosing import sampler_kind
 from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.graphs import GraphSet
 from workers.gpu.inputs import LINE, Buffers
 from workers.gpu.round_rows import DraftPlan, RoundRows
-from workers.gpu.sizes import Chooser, Size, StepKey, padded
+from workers.gpu.sizes import SamplerKind, Size, StepKey, padded
 from workers.gpu.target_step import TargetStep
-from workers.sampling.sample import Limits
+from workers.sampling.sample import SamplingLimits
 from workers.sampling.sampler import NOT_A_NUMBER
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CapturedSteps:
 
 
 class DeviceRounds:
-    """Runs rounds of a target rank. See `workers.target_rank.WholeRounds`.
+    """Runs rounds of a target rank. See `workers.target_rank.GraphedRounds`.
 
     What decides whether a round runs here, and at which size, is the same on all ranks: the plan, the slots, the drafts
     that rank 0 has broadcast, and which graphs there are.
@@ -77,22 +77,22 @@ class DeviceRounds:
 
     @property
     def moves_entries(self) -> bool:
-        """See `WholeRounds`."""
+        """See `GraphedRounds`."""
         return len(self._captured.moves) > 0
 
-    def run(self, plan: RoundPlan, unsettled: Seq[int]) -> RoundDone | None:
-        """See `WholeRounds`."""
+    def run(self, plan: RoundPlan, undecided: Seq[int]) -> RoundDone | None:
+        """See `GraphedRounds`."""
         slots_R = self._slots(plan)
         if slots_R is None or any(row.draft is not None and row.k for row in plan.rows):
             return None
-        if not unsettled:
+        if not undecided:
             return self._score(plan, slots_R, [NO_DRAFT] * len(plan.rows))
         if self._drafts is None or max(row.k for row in plan.rows) > self._most_drafted:
             return None
         return self._draft_and_score(plan, slots_R, self._drafts)
 
     def score(self, plan: RoundPlan, drafts: Seq[Draft]) -> RoundDone | None:
-        """See `WholeRounds`."""
+        """See `GraphedRounds`."""
         slots_R = self._slots(plan)
         if slots_R is None or any(len(draft) > self._most_drafted or draft.probes for draft in drafts):
             return None
@@ -111,8 +111,8 @@ class DeviceRounds:
         began = time.monotonic()
         drafted_R = np.array([len(draft) for draft in drafts], np.int64)
         limits = self._worker.sampler.limits(slots_R)
-        size, chooser = self._key(limits, is_drafting=bool(drafted_R.any()))
-        if (size, chooser) not in self._captured.targets:
+        size, kind = self._key(limits, is_drafting=bool(drafted_R.any()))
+        if (size, kind) not in self._captured.targets:
             return None
         for row, draft in zip(plan.rows, drafts, strict=True):
             if draft.tokens:
@@ -123,7 +123,7 @@ class DeviceRounds:
         if self._group.rank:
             self._group.check(self._captured.buffers.results.done)  # of the round before: its input is written over
         self._send(size, plan, self._rows(slots_R, limits, DraftPlan.of_drafts(drafted_R), trees))
-        self._launch(size, chooser, len(slots_R))
+        self._launch(size, kind, len(slots_R))
         if self._group.rank:
             self._captured.buffers.results.done.record()
             return RoundDone(plan.round, [])
@@ -137,8 +137,8 @@ class DeviceRounds:
             return None
         began = time.monotonic()
         planned = self._prepared(device, plan.rows)
-        size, chooser = self._key(limits, is_drafting=bool(planned.drafted_R.any()))
-        if (size, chooser) not in self._captured.targets:
+        size, kind = self._key(limits, is_drafting=bool(planned.drafted_R.any()))
+        if (size, kind) not in self._captured.targets:
             return None
         if self._area is not None:
             self._area.save(slots_R[planned.drafted_R == 0])
@@ -146,9 +146,9 @@ class DeviceRounds:
         prepared_s = time.monotonic() - began
         self._loop_timer.begin()
         if size.queries > 1:
-            self._captured.loops.launch((size, chooser))
+            self._captured.loops.launch((size, kind))
         self._loop_timer.end()
-        self._launch(size, chooser, len(slots_R))
+        self._launch(size, kind, len(slots_R))
         lines = self._receive(size, len(slots_R))
         drafted_s = prepared_s + self._loop_timer.seconds  # a launch returns before the loop has run
         drafts = device.finish(slots_R, planned, [line[size.queries + 1 :] for line in lines])
@@ -164,13 +164,13 @@ class DeviceRounds:
             logger.exception("the draft failed; these rows go on without draft tokens")
         return DraftPlan.of_drafts(np.zeros(len(rows), np.int64))
 
-    def _key(self, limits: Limits, *, is_drafting: bool) -> StepKey:
+    def _key(self, limits: SamplingLimits, *, is_drafting: bool) -> StepKey:
         rows = padded(len(limits.temperature), self._row_sizes)
         assert rows is not None, "checked before"
         queries = 1 + (self._most_drafted if is_drafting else 0)
-        return Size(rows, queries), chooser_for(limits)
+        return Size(rows, queries), sampler_kind(limits)
 
-    def _rows(self, slots_R: Ints, limits: Limits, planned: DraftPlan, trees: Mapping[int, Draft]) -> RoundRows:
+    def _rows(self, slots_R: Ints, limits: SamplingLimits, planned: DraftPlan, trees: Mapping[int, Draft]) -> RoundRows:
         sampler = self._worker.sampler
         return RoundRows(slots_R, sampler.seeds(slots_R), limits, sampler.penalties(slots_R), planned, trees)
 
@@ -185,11 +185,11 @@ class DeviceRounds:
         if len(moves_M2):
             self._captured.moves.launch(size)
 
-    def _launch(self, size: Size, chooser: Chooser, count: int) -> None:
+    def _launch(self, size: Size, kind: SamplerKind, count: int) -> None:
         """Run the target's step for *count* rows."""
-        self._captured.targets.launch((size, chooser))
+        self._captured.targets.launch((size, kind))
         if self._worker.needs != "none":
-            self._worker.keep(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(chooser))
+            self._worker.keep(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(kind))
 
     def _receive(self, size: Size, count: int) -> list[list[int]]:
         """Return the lines of the step's result for *count* rows."""

@@ -2,8 +2,8 @@
 
 from typing import Literal, NamedTuple
 
-Chooser = Literal["greedy", "drawn", "limited"]
-"""What the rows of a round need at most: the most likely tokens, noise, or top-k, top-p and min-p as well."""
+SamplerKind = Literal["greedy", "drawn", "limited"]
+"""What sampling the rows of a round needs at most: the most likely tokens, noise, or top-k, top-p and min-p as well."""
 
 
 MOST_ROWS = 256
@@ -35,7 +35,7 @@ class ForwardSize(NamedTuple):
         return self.tokens >= needed.tokens and self.rows >= needed.rows and self.wanted >= needed.wanted
 
 
-StepKey = tuple[Size, Chooser]
+StepKey = tuple[Size, SamplerKind]
 """What a graph is captured for."""
 
 

@@ -6,7 +6,7 @@ from workers.gpu.attention_torch import DeviceAttention
 from workers.gpu.choosing import accepted, choose
 from workers.gpu.drafts.features import FeatureArea
 from workers.gpu.inputs import LINE, RoundInputs
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 from workers.gpu.staging import ResultArea
 from workers.model.runner import ModelRunner
 
@@ -44,9 +44,9 @@ class TargetStep:
         rows, queries = inputs.size
         self._result_RX = results.on_device[: LINE * rows * queries].view(rows, LINE * queries)
         self._all_T = torch.arange(rows * queries, device=results.on_device.device)
-        self.states_of: dict[Chooser, torch.Tensor | None] = {}
+        self.states_of: dict[SamplerKind, torch.Tensor | None] = {}
 
-    def run(self, chooser: Chooser) -> None:
+    def run(self, kind: SamplerKind) -> None:
         """Run the step."""
         found, queries = self._inputs.on_device, self._inputs.size.queries
         tokens_RQ, limits = found["tokens_RQ"], self._inputs.limits(queries)
@@ -57,11 +57,11 @@ class TargetStep:
             return
         logits_TV = logits_TV[:, : self._vocab_size]
         self._inputs.penalise_(logits_TV, 0, queries)
-        ids_T = choose(chooser, logits_TV, found["keys_RQ"].view(-1), limits)
+        ids_T = choose(kind, logits_TV, found["keys_RQ"].view(-1), limits)
         ids_RQ = ids_T.view_as(tokens_RQ)
         nodes_R = accepted(ids_RQ, tokens_RQ, found["parents_RQ"], found["drafted_R"])
         if self._area is None or states_TF is None:
-            self.states_of[chooser] = states_TF
+            self.states_of[kind] = states_TF
         else:
             self._area.write_accepted(self._inputs, states_TF, nodes_R)
         self._result_RX[:, :queries].copy_(ids_RQ)

@@ -30,7 +30,7 @@ MAX_CANDIDATES = 1024  # most likely ids to which limits are applied for draft t
 
 
 @dataclass(frozen=True)
-class Limits:
+class SamplingLimits:
     """Sampling parameters of each of N rows: float32 temperature, int64 top-k, float64 top-p and min-p.
 
     `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
@@ -47,9 +47,9 @@ class Limits:
         off_N: npt.NDArray[np.bool_] = (self.top_k == 0) & (self.top_p >= 1.0) & (self.min_p == 0.0)
         return off_N
 
-    def at(self, rows: Ints) -> "Limits":
+    def at(self, rows: Ints) -> "SamplingLimits":
         """Return the limits of some rows."""
-        return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        return SamplingLimits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Penalties:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """`Limits` as tensors `[N]` on the device of the logits, of the same dtypes; greedy rows have temperature 0."""
+    """`SamplingLimits` as tensors `[N]` on the logits' device, of the same dtypes; greedy rows have temperature 0."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -87,7 +87,7 @@ class DeviceLimits:
 
     @property
     def are_off_N(self) -> torch.Tensor:
-        """See `Limits.are_off`."""
+        """See `SamplingLimits.are_off`."""
         return (self.top_k == 0) & (self.top_p >= 1.0) & (self.min_p == 0.0)
 
     def at(self, rows: slice) -> "DeviceLimits":
@@ -102,7 +102,7 @@ def parts_of(logits_NV: torch.Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, count, size)]
 
 
-def sample(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
+def sample(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: SamplingLimits) -> torch.Tensor:
     """Return the sampled ids, int64 `[N]`; -1 for rows whose greatest logit is not finite.
 
     Args:
@@ -148,7 +148,7 @@ def _scores_without_limits(scaled_NV: torch.Tensor, keys_N: torch.Tensor) -> tup
 
 
 def candidates(
-    logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits, width: int
+    logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: SamplingLimits, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the *width* ids of highest score, best first, int64 `[N, W]`, and their log-probabilities, float32.
 
@@ -196,7 +196,7 @@ def _highest(score_NV: torch.Tensor, ids_NV: torch.Tensor, width: int) -> tuple[
 
 
 def _likely_scores(
-    scaled_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits | DeviceLimits, width: int
+    scaled_NV: torch.Tensor, keys_N: torch.Tensor, limits: SamplingLimits | DeviceLimits, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores of the most likely ids, to which limits apply, and these ids."""
     likely = scaled_NV.topk(min(max(MAX_CANDIDATES, width), scaled_NV.shape[1]), 1)
@@ -218,7 +218,7 @@ def _column(limit: Logits | Ints | Floats | torch.Tensor, like: torch.Tensor) ->
 
 
 def _scores(
-    sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits | DeviceLimits
+    sorted_NV: torch.Tensor, ids_NV: torch.Tensor, keys_N: torch.Tensor, limits: SamplingLimits | DeviceLimits
 ) -> torch.Tensor:
     """Return log p + noise, up to a constant per row, float64 `[N, V]`; -inf for ids that the limits exclude.
 
@@ -232,7 +232,7 @@ def _scores(
     return torch.where(keep_NV, sorted_NV + gumbel(keys_N[:, None], ids_NV), -torch.inf)
 
 
-def _left_by(limits: Limits | DeviceLimits, sorted_NV: torch.Tensor) -> torch.Tensor:
+def _left_by(limits: SamplingLimits | DeviceLimits, sorted_NV: torch.Tensor) -> torch.Tensor:
     """Return which of the logits over temperature, in descending order, the limits leave; bool `[N, V]`."""
     vocab = sorted_NV.shape[1]
     top_k_N1, top_p_N1, min_p_N1 = (_column(limit, sorted_NV) for limit in (limits.top_k, limits.top_p, limits.min_p))
@@ -246,7 +246,7 @@ def _left_by(limits: Limits | DeviceLimits, sorted_NV: torch.Tensor) -> torch.Te
     return keep_NV
 
 
-def distribution(logits_NV: torch.Tensor, limits: Limits) -> torch.Tensor:
+def distribution(logits_NV: torch.Tensor, limits: SamplingLimits) -> torch.Tensor:
     """Return the distribution of `sample`, float64 `[N, V]`; zeros for rows whose greatest logit is not finite."""
     scaled_NV = logits_NV / _column(limits.temperature, logits_NV)
     if not limits.are_off.all():
@@ -257,7 +257,7 @@ def distribution(logits_NV: torch.Tensor, limits: Limits) -> torch.Tensor:
     return p_NV.masked_fill_(~logits_NV.amax(1, keepdim=True).isfinite(), 0.0)
 
 
-def top_distribution(logits_NV: torch.Tensor, limits: Limits, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_distribution(logits_NV: torch.Tensor, limits: SamplingLimits, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a distribution over the *size* most likely ids, to draft from: int64 ids and float32 q, `[N, L]`.
 
     In descending order of q, which sums to 1; ids that the limits exclude have 0, and so have all ids of a row whose

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from workers.native.build import load_function
-from workers.sampling.sample import MIN_TEMPERATURE, Ints, Limits
+from workers.sampling.sample import MIN_TEMPERATURE, Ints, SamplingLimits
 
 
 class _Arguments(ctypes.Structure):
@@ -33,7 +33,7 @@ class NativeSampler:
         KernelUnavailableError: it cannot be compiled here.
     """
 
-    def __init__(self, seeds_S: npt.NDArray[np.uint64], limits_S: Limits) -> None:
+    def __init__(self, seeds_S: npt.NDArray[np.uint64], limits_S: SamplingLimits) -> None:
         self._function: Any = load_function("sample", "slipstream_sample")
         self._arrays = (seeds_S, limits_S)  # keeps alive the memory that the pointers refer to
         self._arguments = _Arguments(

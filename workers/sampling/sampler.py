@@ -25,8 +25,8 @@ from workers.sampling.noise import row_keys
 from workers.sampling.sample import (
     MIN_TEMPERATURE,
     Ints,
-    Limits,
     Penalties,
+    SamplingLimits,
     candidates,
     distribution,
     greedy,
@@ -70,7 +70,7 @@ class Sampler:
         num_slots = len(slots.generation)
         self._generation_S: Ints = np.full(num_slots, -1, np.int64)
         self._seed_S = np.zeros(num_slots, np.uint64)
-        self._limits_S = Limits(
+        self._limits_S = SamplingLimits(
             np.ones(num_slots, np.float32), np.zeros(num_slots, np.int64), np.ones(num_slots), np.zeros(num_slots)
         )
         self._has_processors_S = np.zeros(num_slots, np.bool_)
@@ -157,7 +157,7 @@ class Sampler:
         self._refresh(slots_N)
         return self._seed_S.view(np.int64)[slots_N]
 
-    def limits(self, slots_N: Ints) -> Limits:
+    def limits(self, slots_N: Ints) -> SamplingLimits:
         """Return temperature, top-k, top-p and min-p of the sequences in some slots."""
         self._refresh(slots_N)
         return self._limits_S.at(slots_N)

@@ -12,7 +12,7 @@ from workers.gpu.kernels import sampling
 from workers.gpu.kernels.sampling import KernelLimits, sample_tokens
 from workers.sampling.grammar_masks import masked
 from workers.sampling.noise import row_keys
-from workers.sampling.sample import Limits, greedy, sample
+from workers.sampling.sample import SamplingLimits, greedy, sample
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_blocks")
 
@@ -52,7 +52,7 @@ def wanted(case: Case, logits_NV: torch.Tensor) -> torch.Tensor:
     temperature, top_k, top_p, min_p = (np.array(part) for part in zip(*case.limits, strict=True))
     is_random_N = torch.from_numpy(temperature >= 1e-5)
     safe = np.where(temperature >= 1e-5, temperature, 1.0).astype(np.float32)
-    limits = Limits(safe, top_k.astype(np.int64), top_p.astype(np.float64), min_p.astype(np.float64))
+    limits = SamplingLimits(safe, top_k.astype(np.int64), top_p.astype(np.float64), min_p.astype(np.float64))
     return torch.where(is_random_N, sample(logits_NV, case.keys_N, limits), greedy(logits_NV))
 
 

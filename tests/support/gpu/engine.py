@@ -20,7 +20,7 @@ from tests.support.gpu.machine import Machine
 from tests.support.gpu.pretend import PretendTensor
 from tests.support.models.tiny_models import build
 from tests.support.policies import always
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 from workers.target_rank import TargetRank, UniExecutor
 
 PLACES = {"max_model_len": 64, "num_gpu_blocks_override": 64}
@@ -83,10 +83,10 @@ def serve(
 
 
 @contextlib.contextmanager
-def only(rows: int, *choosers: Chooser, forwards: tuple[int, ...] = ()) -> Iterator[None]:
-    """Let engines capture few sizes, since captures take long here: rounds of *rows* for *choosers*, and *forwards*."""
+def only(rows: int, *kinds: SamplerKind, forwards: tuple[int, ...] = ()) -> Iterator[None]:
+    """Let engines capture few sizes, since captures take long here: rounds of *rows* for *kinds*, and *forwards*."""
     with (
-        mock.patch.multiple("workers.gpu.build", row_sizes=lambda _most: [rows], CHOOSERS=choosers),
+        mock.patch.multiple("workers.gpu.build", row_sizes=lambda _most: [rows], SAMPLER_KINDS=kinds),
         mock.patch("workers.gpu.sizes.TOKENS", forwards),
     ):
         yield

@@ -21,9 +21,9 @@ from tests.support.gpu.engine import llamas, only, serve
 from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
 from tests.support.gpu.worker_group import pretended_workers
 from tests.support.models import synthetic
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
-LIMITS: dict[str, tuple[Chooser, dict[str, Any]]] = {
+LIMITS: dict[str, tuple[SamplerKind, dict[str, Any]]] = {
     "greedy": ("greedy", {"temperature": 0.0}),
     "drawn": ("drawn", {"temperature": 1.0}),
     "top-p": ("limited", {"temperature": 1.0, "top_p": 0.9}),
@@ -66,13 +66,13 @@ def main(wanted: str, words: list[str]) -> None:
 
 def measure(target: Path, batch: int, kind: str, speculative: dict[str, Any] | None, wanted: str) -> dict[str, int]:
     """Return the totals of the round with all draft tokens that launched most: kernels, or else graphs."""
-    chooser, limits = LIMITS[kind]
+    sampler, limits = LIMITS[kind]
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1, **limits)
     prompts = [[3 + i, 5, 9, 11 + i] for i in range(batch)]
     k = 0 if speculative is None else int(speculative["num_speculative_tokens"])
     with contextlib.ExitStack() as stack:
         machine = stack.enter_context(pretended_gpu())
-        stack.enter_context(only(batch, chooser))
+        stack.enter_context(only(batch, sampler))
         if wanted == "kernels":
             stack.enter_context(interpreted_kernels())
         served = serve(

@@ -9,9 +9,9 @@ from slipstream import SamplingParams
 from tests.support.gpu.engine import lasting_tensors, llamas, only, serve
 from tests.support.gpu.machine import pretended_gpu
 from tests.support.identity import generate
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
-LIMITS: dict[Chooser, dict[str, Any]] = {
+LIMITS: dict[SamplerKind, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 1.0},
     "limited": {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
@@ -35,14 +35,14 @@ def deep_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return llamas(tmp_path_factory.mktemp("deep"), 32, 16)
 
 
-def check(pair: tuple[Path, Path], chooser: Chooser, batch: int, shape: dict[str, int] | None) -> None:
+def check(pair: tuple[Path, Path], kind: SamplerKind, batch: int, shape: dict[str, int] | None) -> None:
     """Compare an engine with graphs, with drafts of *shape*, with an ordinary one on a CPU, without."""
     target, draft = pair
-    params = SamplingParams(max_tokens=8, ignore_eos=True, seed=3, **LIMITS[chooser])
+    params = SamplingParams(max_tokens=8, ignore_eos=True, seed=3, **LIMITS[kind])
     prompts = [[3 + i, 5, 9, 11 + i, 8][: 3 + i % 3] for i in range(batch)]
     speculative = None if shape is None else {"method": "draft_model", "model": str(draft), **shape}
     k = 0 if shape is None else shape["num_speculative_tokens"]
-    with pretended_gpu() as machine, only(batch, chooser):
+    with pretended_gpu() as machine, only(batch, kind):
         served = serve(machine, target, prompts, params, max_num_seqs=batch, speculative_config=speculative)
     rounds = served.decoding(batch, k)
     assert rounds
@@ -55,29 +55,29 @@ def check(pair: tuple[Path, Path], chooser: Chooser, batch: int, shape: dict[str
     assert served.outputs == generate(target, prompts, params, max_model_len=64).outputs
 
 
-@pytest.mark.parametrize("chooser", LIMITS)
-def test_a_decode_step_is_one_graph_and_one_copy_each_way(pair: tuple[Path, Path], chooser: Chooser) -> None:
-    check(pair, chooser, 3, None)
+@pytest.mark.parametrize("kind", LIMITS)
+def test_a_decode_step_is_one_graph_and_one_copy_each_way(pair: tuple[Path, Path], kind: SamplerKind) -> None:
+    check(pair, kind, 3, None)
 
 
-@pytest.mark.parametrize("chooser", LIMITS)
-def test_a_round_of_four_draft_tokens_is_two_graphs_and_waits_once(pair: tuple[Path, Path], chooser: Chooser) -> None:
-    check(pair, chooser, 3, CHAIN)
+@pytest.mark.parametrize("kind", LIMITS)
+def test_a_round_of_four_draft_tokens_is_two_graphs_and_waits_once(pair: tuple[Path, Path], kind: SamplerKind) -> None:
+    check(pair, kind, 3, CHAIN)
 
 
-@pytest.mark.parametrize("chooser", LIMITS)
-def test_a_round_of_trees_is_at_most_three_graphs_and_waits_once(pair: tuple[Path, Path], chooser: Chooser) -> None:
-    check(pair, chooser, 3, TREE)
+@pytest.mark.parametrize("kind", LIMITS)
+def test_a_round_of_trees_is_at_most_three_graphs_and_waits_once(pair: tuple[Path, Path], kind: SamplerKind) -> None:
+    check(pair, kind, 3, TREE)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("chooser", LIMITS)
+@pytest.mark.parametrize("kind", LIMITS)
 def test_budgets_of_32_layers(
-    deep_pair: tuple[Path, Path], chooser: Chooser, batch: int, shape: dict[str, int] | None
+    deep_pair: tuple[Path, Path], kind: SamplerKind, batch: int, shape: dict[str, int] | None
 ) -> None:
-    check(deep_pair, chooser, batch, shape)
+    check(deep_pair, kind, batch, shape)
 
 
 def test_without_graphs_a_layer_launches_many_kernels(pair: tuple[Path, Path]) -> None:

@@ -8,30 +8,30 @@ from hypothesis import strategies as st
 
 from protos.draft import Draft
 from protos.messages import Row
-from workers.gpu.choosing import CHOOSERS, accepted, choose, chooser_for
+from workers.gpu.choosing import SAMPLER_KINDS, accepted, choose, sampler_kind
 from workers.gpu.kernels.sampling import KernelLimits, sample_tokens
 from workers.gpu.rounds import _tree_verdict, _verdicts
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 from workers.sampling.noise import row_keys
-from workers.sampling.sample import DeviceLimits, Limits, greedy, sample
+from workers.sampling.sample import DeviceLimits, SamplingLimits, greedy, sample
 from workers.verification.acceptance import accept
 
 ROWS, VOCAB = 12, 61
 
 
-def some_limits(chooser: Chooser) -> Limits:
-    """Return the limits of rows of every kind that *chooser* is for, greedy ones among them."""
+def some_limits(kind: SamplerKind) -> SamplingLimits:
+    """Return the limits of rows of every kind that *kind* is for, greedy ones among them."""
     temperature = np.zeros(ROWS, np.float32)
     top_k, top_p, min_p = np.zeros(ROWS, np.int64), np.ones(ROWS), np.zeros(ROWS)
-    if chooser != "greedy":
+    if kind != "greedy":
         temperature[::2] = np.linspace(0.3, 1.7, ROWS // 2)
         temperature[1] = 1e-6
-    if chooser == "limited":
+    if kind == "limited":
         top_k[::3], top_p[::4], min_p[::6] = 7, 0.8, 0.05
-    return Limits(temperature, top_k, top_p, min_p)
+    return SamplingLimits(temperature, top_k, top_p, min_p)
 
 
-def on_device(limits: Limits) -> DeviceLimits:
+def on_device(limits: SamplingLimits) -> DeviceLimits:
     fields = (limits.temperature, limits.top_k, limits.top_p, limits.min_p)
     return DeviceLimits(*(torch.from_numpy(field) for field in fields))
 
@@ -48,27 +48,27 @@ def some_logits(step: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("step", [1e-3, 1.0])
-@pytest.mark.parametrize("chooser", CHOOSERS)
-def test_ids_are_those_of_the_definition(chooser: Chooser, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, logits = some_limits(chooser), some_logits(step)
+@pytest.mark.parametrize("kind", SAMPLER_KINDS)
+def test_ids_are_those_of_the_definition(kind: SamplerKind, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, logits = some_limits(kind), some_logits(step)
     keys = torch.from_numpy(row_keys(np.arange(ROWS) * 977, np.arange(ROWS)))
     expected = greedy(logits)
     for row in np.flatnonzero(limits.temperature >= 1e-5).tolist():
         at = np.array([row])
         expected[row] = sample(logits[row : row + 1], keys[row : row + 1], limits.at(at))[0]
-    assert chooser_for(limits) == chooser
-    assert torch.equal(choose(chooser, logits, keys, on_device(limits)), expected)
+    assert sampler_kind(limits) == kind
+    assert torch.equal(choose(kind, logits, keys, on_device(limits)), expected)
     monkeypatch.setattr("workers.sampling.sample.MAX_LOGITS", 5 * VOCAB)
-    assert torch.equal(choose(chooser, logits, keys, on_device(limits)), expected)
+    assert torch.equal(choose(kind, logits, keys, on_device(limits)), expected)
     assert expected[4] == expected[6] == expected[7] == -1
 
 
 @pytest.mark.parametrize("step", [1e-3, 1.0])
-@pytest.mark.parametrize("chooser", CHOOSERS)
-def test_kernels_give_the_same_ids(chooser: Chooser, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, logits = on_device(some_limits(chooser)), some_logits(step)
+@pytest.mark.parametrize("kind", SAMPLER_KINDS)
+def test_kernels_give_the_same_ids(kind: SamplerKind, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, logits = on_device(some_limits(kind)), some_logits(step)
     keys = torch.from_numpy(row_keys(np.arange(ROWS) * 977, np.arange(ROWS)))
-    expected = choose(chooser, logits, keys, limits)
+    expected = choose(kind, logits, keys, limits)
     started: list[torch.Tensor] = []
 
     def counted(logits_NV: torch.Tensor, keys_N: torch.Tensor, given: KernelLimits) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_kernels_give_the_same_ids(chooser: Chooser, step: float, monkeypatch: p
 
     monkeypatch.setattr("workers.gpu.choosing.has_kernels", lambda _device: True)
     monkeypatch.setattr("workers.gpu.kernels.sampling.sample_tokens", counted)
-    assert torch.equal(choose(chooser, logits, keys, limits), expected)
+    assert torch.equal(choose(kind, logits, keys, limits), expected)
     assert len(started) == 1
 
 

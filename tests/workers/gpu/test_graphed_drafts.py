@@ -24,7 +24,7 @@ from workers.draft.engine import DraftEngine
 from workers.draft.load import load_draft
 from workers.features import Features
 from workers.gpu.drafts.graphed_drafts import GraphedDrafts
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 from workers.model.loader import pick_device
 
 BLOCKS, ROWS = 48, 3
@@ -126,14 +126,14 @@ BUDGET = {"kernels": 0, "graphs": 1, "to_device": 1, "blocking": 0, "to_host": 1
 
 
 def compare(
-    model: Path, sampling: list[Sampling], shape: dict[str, Any], *choosers: Chooser, has_kernels: bool = False
+    model: Path, sampling: list[Sampling], shape: dict[str, Any], *kinds: SamplerKind, has_kernels: bool = False
 ) -> list[Counts]:
     """Draft with graphs and on a CPU, compare the drafts, and return what each round asked of the device."""
     most = shape["num_speculative_tokens"]
     expected = rounds(make_engine(model, "cpu", shape), sampling, lambda: None, most)
     counts: list[Counts] = []
     kernels = interpreted_kernels() if has_kernels else contextlib.nullcontext()
-    with pretended_gpu() as machine, kernels, only(ROWS, *choosers):
+    with pretended_gpu() as machine, kernels, only(ROWS, *kinds):
         engine = make_engine(model, "cuda", shape)
         assert isinstance(engine.proposer, GraphedDrafts)
         found = rounds(engine, sampling, lambda: counts.append(machine.reset()), most)
@@ -162,7 +162,7 @@ def test_chains_are_those_of_the_ordinary_path(model: Path, penalty: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("sampling", "shape", "chooser"),
+    ("sampling", "shape", "kind"),
     [
         (GREEDY, TREE, "greedy"),
         (SAMPLING, TREE, "drawn"),
@@ -174,9 +174,9 @@ def test_chains_are_those_of_the_ordinary_path(model: Path, penalty: float) -> N
     ids=["greedy", "drawn", "limited", "wide", "threshold", "one level"],
 )
 def test_trees_are_those_of_the_ordinary_path(
-    model: Path, sampling: list[Sampling], shape: dict[str, Any], chooser: Chooser
+    model: Path, sampling: list[Sampling], shape: dict[str, Any], kind: SamplerKind
 ) -> None:
-    counts = compare(model, sampling, shape, "greedy", "drawn", chooser)
+    counts = compare(model, sampling, shape, "greedy", "drawn", kind)
     assert sum(each.budget() == BUDGET for each in counts) >= 5
     assert max(each.syncs.total() for each in counts) == 1
 

@@ -20,7 +20,7 @@ from tests.workers.gpu.test_graphed_drafts import ROWS, SAMPLING, make_engine, s
 from tests.workers.gpu.test_graphed_drafts import compare as compare_rounds
 from workers.draft.engine import DraftEngine
 from workers.gpu.drafts.graphed_drafts import GraphedDrafts
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
 CHAIN = {"num_speculative_tokens": 4, "draft_shape": "chain"}
 TREE = {"num_speculative_tokens": 9, "draft_shape": "tree"}
@@ -50,7 +50,7 @@ MAKERS: dict[str, Callable[[Path], Synthetic]] = {
     "mlp_speculator": synthetic.mlp_speculator,
     "recurrent": synthetic.recurrent,
 }
-SAMPLINGS: dict[Chooser, dict[str, Any]] = {
+SAMPLINGS: dict[SamplerKind, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.8},
     "limited": {"temperature": 0.9, "top_p": 0.9, "top_k": 60},
@@ -63,7 +63,7 @@ class Wanted(NamedTuple):
     tokens: list[int]
     k: int
     depth: int
-    sampling: Chooser
+    sampling: SamplerKind
     seed: int
 
 

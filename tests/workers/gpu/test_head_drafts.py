@@ -12,7 +12,7 @@ from tests.support.gpu.engine import Served, lasting_tensors, only, serve
 from tests.support.gpu.machine import pretended_gpu
 from tests.support.identity import generate
 from tests.support.models import synthetic_layers, tiny_models
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
 VOCAB = 23
 """So few ids that random drafts are sometimes right."""
@@ -58,13 +58,13 @@ def compare(
     method: str,
     shape: dict[str, Any],
     params: list[SamplingParams],
-    choosers: tuple[Chooser, ...] = ("greedy", "drawn"),
+    kinds: tuple[SamplerKind, ...] = ("greedy", "drawn"),
     **options: Any,
 ) -> Served:
     """Return what an engine with graphs does, which must propose and return what an ordinary one does."""
     model, draft = pair
     speculative = {"method": method, **({} if draft is None else {"model": str(draft)}), **shape}
-    with pretended_gpu() as machine, only(4, *choosers):
+    with pretended_gpu() as machine, only(4, *kinds):
         served = serve(machine, model, PROMPTS, params, max_num_seqs=4, speculative_config=speculative, **options)
     ordinary = generate(model, PROMPTS, params, max_model_len=64, speculative_config=speculative, **options)
     assert served.outputs == ordinary.outputs == generate(model, PROMPTS, params, max_model_len=64).outputs

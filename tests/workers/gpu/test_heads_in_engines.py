@@ -10,7 +10,7 @@ from tests.support.gpu.engine import Served
 from tests.support.models import tiny_models
 from tests.workers.gpu.test_graphed_heads import ALL, BEAMS, CHAIN, MAKERS, QUICK, SHAPES, TREE
 from tests.workers.gpu.test_head_drafts import STEP, VOCAB, compare, drafting, sampling
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def test_a_round_is_at_most_three_graphs_and_waits_once(target: Path, tmp_path: 
 
 def test_top_p_is_captured_too(target: Path, tmp_path: Path) -> None:
     limited = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.9, top_p=0.9, seed=2)
-    choosers: tuple[Chooser, ...] = ("greedy", "limited")
-    check_budget(run(target, tmp_path / "draft", "hydra", TREE, [*sampling()[:2], limited], choosers))
+    kinds: tuple[SamplerKind, ...] = ("greedy", "limited")
+    check_budget(run(target, tmp_path / "draft", "hydra", TREE, [*sampling()[:2], limited], kinds))
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from tests.support.gpu.engine import Served, llamas, only, serve
 from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
 from tests.support.identity import generate
 from tests.support.models.tiny_models import perturb
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
 MOST = 12
 """Kernels of one layer in a decode step that is not captured."""
@@ -23,9 +23,9 @@ LIMITED = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.9, top_p=0
 
 
 def served(
-    model: Path, batch: int, params: SamplingParams = GREEDY, chooser: Chooser = "greedy", **arguments: object
+    model: Path, batch: int, params: SamplingParams = GREEDY, kind: SamplerKind = "greedy", **arguments: object
 ) -> Served:
-    with pretended_gpu() as machine, interpreted_kernels(), only(batch, chooser):
+    with pretended_gpu() as machine, interpreted_kernels(), only(batch, kind):
         few = {"max_num_seqs": batch, "max_num_batched_tokens": 32}  # warming runs the largest rounds
         return serve(machine, model, PROMPTS[:batch], params, **few, **arguments)
 
@@ -48,9 +48,9 @@ def test_a_layer_launches_twelve_kernels(models: list[Path], batch: int) -> None
     assert layer["rotate_kernel"] == layer["swiglu_kernel"] == layer["write_kernel"] == 1
 
 
-@pytest.mark.parametrize(("params", "chooser"), [(GREEDY, "greedy"), (LIMITED, "limited")])
-def test_kernels_are_captured(models: list[Path], params: SamplingParams, chooser: Chooser) -> None:
-    found = served(models[0], 1, params, chooser)
+@pytest.mark.parametrize(("params", "kind"), [(GREEDY, "greedy"), (LIMITED, "limited")])
+def test_kernels_are_captured(models: list[Path], params: SamplingParams, kind: SamplerKind) -> None:
+    found = served(models[0], 1, params, kind)
     assert [each.graphs for each in found.decoding(1)] == [1] * len(found.decoding(1))
     assert found.decoding(1)[-1].kernels.total() == 0
     assert found.outputs == generate(models[0], PROMPTS[:1], params, max_model_len=64).outputs

@@ -13,12 +13,12 @@ from protos.messages import Sampling
 from runtime.text.token_options import pack_ids
 from tests.support.sampling import VOCAB, draw, logits, table
 from workers.sampling.noise import gumbel, row_keys
-from workers.sampling.sample import Limits, distribution, greedy, sample, top_distribution, without_replacement
+from workers.sampling.sample import SamplingLimits, distribution, greedy, sample, top_distribution, without_replacement
 from workers.sampling.sample_native import NativeSampler
 from workers.sampling.sampler import Sampler
 from workers.verification.rejection_math import gumbel_argmax
 
-OFF = Limits(np.ones(1, np.float32), np.zeros(1, np.int64), np.ones(1), np.zeros(1))
+OFF = SamplingLimits(np.ones(1, np.float32), np.zeros(1, np.int64), np.ones(1), np.zeros(1))
 
 
 @pytest.mark.parametrize("step", [0.0, 0.5, 2.0])
@@ -47,7 +47,7 @@ def test_native_code_equals_the_definition(vocab: int, step: float, bound: dict[
     for name, value in bound.items():
         table[name][rows // 4 :] = value
     table["top_k"] = np.where(table["top_k"] < vocab, table["top_k"], 0)
-    limits = Limits(**table)
+    limits = SamplingLimits(**table)
     seeds, at = np.arange(rows) % 5, np.arange(rows)
     expected = sample(values, torch.from_numpy(row_keys(seeds, at)), limits)
     assert NativeSampler(seeds.astype(np.uint64), limits).sample(values, at, at).tolist() == expected.tolist()
@@ -58,7 +58,7 @@ def test_without_native_code_few_logits_are_sampled_at_a_time(monkeypatch: pytes
     slots = table(*[Sampling(seed=row, top_p=0.9) for row in range(20)])
     values, sizes = logits(20), list[int]()
 
-    def counted(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: Limits) -> torch.Tensor:
+    def counted(logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: SamplingLimits) -> torch.Tensor:
         sizes.append(len(logits_NV))
         return sample(logits_NV, keys_N, limits)
 
@@ -197,7 +197,10 @@ def test_rows_that_fail_have_no_distribution() -> None:
 
 
 def test_a_short_distribution_is_that_of_the_likeliest_and_draws_without_replacement() -> None:
-    values, limits = logits(2), Limits(np.array([0.7, 1.0], np.float32), np.array([3, 0]), np.ones(2), np.zeros(2))
+    values, limits = (
+        logits(2),
+        SamplingLimits(np.array([0.7, 1.0], np.float32), np.array([3, 0]), np.ones(2), np.zeros(2)),
+    )
     ids, q = top_distribution(values, limits, 8)
     whole = distribution(values, limits).float()
     assert q.dtype == torch.float32

@@ -13,7 +13,7 @@ from workers.gpu.drafts.candidates import candidates_at
 from workers.gpu.drafts.graphed_models import GraphedHeads
 from workers.gpu.drafts.grown_tree import GrownNodes, write_best
 from workers.gpu.inputs import RoundInputs
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
 
 class _Beams(NamedTuple):
@@ -45,7 +45,7 @@ class BeamsLoop:
         self._heads, self._inputs, self._width = heads, inputs, shape.width
         self._num_steps = min(shape.depth, inputs.size.queries - 1)
 
-    def run(self, chooser: Chooser) -> None:
+    def run(self, kind: SamplerKind) -> None:
         """Run the loop."""
         tokens_RW = self._inputs.on_device["tokens_RQ"][:, :1]
         beams = _Beams(
@@ -57,15 +57,15 @@ class BeamsLoop:
         none_RM = tokens_RW[:, :0]
         nodes = GrownNodes(none_RM, none_RM, beams.scores_RW[:, :0], none_RM)
         for depth in range(self._num_steps):
-            nodes, beams = self._extend(chooser, nodes, beams, depth)
+            nodes, beams = self._extend(kind, nodes, beams, depth)
         write_best(self._inputs, nodes)
 
-    def _extend(self, chooser: Chooser, nodes: GrownNodes, beams: _Beams, depth: int) -> tuple[GrownNodes, _Beams]:
+    def _extend(self, kind: SamplerKind, nodes: GrownNodes, beams: _Beams, depth: int) -> tuple[GrownNodes, _Beams]:
         """Extend each beam by its best tokens; return all nodes, and the best beams."""
         rows, width = beams.tokens_RW.shape
         states_NS, logits_NV = self._heads.predict(beams.states_NS, beams.tokens_RW.reshape(-1), depth)
         most = min(self._width, logits_NV.shape[1])
-        tokens_NC, own_NC = candidates_at(chooser, logits_NV, self._inputs, depth, most)
+        tokens_NC, own_NC = candidates_at(kind, logits_NV, self._inputs, depth, most)
         before_RW1 = beams.scores_RW[:, :, None]
         all_RWC = torch.minimum(before_RW1 + own_NC.view(rows, width, most), before_RW1)  # not above them by rounding
         scores_RW, best_RW = all_RWC.flatten(1).topk(min(self._width, width * most), 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from workers.gpu.inputs import RoundInputs
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 from workers.sampling.sample import DeviceLimits, candidates_drawn, candidates_limited, likely_candidates, parts_of
 
 Candidates = tuple[torch.Tensor, torch.Tensor]
@@ -18,7 +18,7 @@ def _likely(logits_NV: torch.Tensor, _keys_N: torch.Tensor, _limits: DeviceLimit
     return likely_candidates(logits_NV, width)
 
 
-FUNCTIONS: dict[Chooser, Callable[[torch.Tensor, torch.Tensor, DeviceLimits, int], Candidates]] = {
+FUNCTIONS: dict[SamplerKind, Callable[[torch.Tensor, torch.Tensor, DeviceLimits, int], Candidates]] = {
     "greedy": _likely,
     "drawn": candidates_drawn,
     "limited": candidates_limited,
@@ -26,12 +26,12 @@ FUNCTIONS: dict[Chooser, Callable[[torch.Tensor, torch.Tensor, DeviceLimits, int
 
 
 def candidates(
-    chooser: Chooser, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits, width: int
+    kind: SamplerKind, logits_NV: torch.Tensor, keys_N: torch.Tensor, limits: DeviceLimits, width: int
 ) -> Candidates:
     """Return what `workers.sampling.sampler.Sampler.candidates` does, without reading anything on the host.
 
     Args:
-        chooser: what the rows need at most.
+        kind: what the rows need at most.
         logits_NV: float32, of the ids that may be sampled.
         keys_N: int64, of the noise.
         limits: of each row.
@@ -40,13 +40,15 @@ def candidates(
     Returns:
         Ids, int64 `[N, W]`, and their log-probabilities, float32.
     """
-    found = [FUNCTIONS[chooser](logits_NV[at], keys_N[at], limits.at(at), width) for at in parts_of(logits_NV)]
+    found = [FUNCTIONS[kind](logits_NV[at], keys_N[at], limits.at(at), width) for at in parts_of(logits_NV)]
     ids_NW, log_q_NW = (torch.cat(column) if len(column) > 1 else column[0] for column in zip(*found, strict=True))
     return ids_NW, log_q_NW
 
 
-def candidates_at(chooser: Chooser, logits_NV: torch.Tensor, inputs: RoundInputs, depth: int, width: int) -> Candidates:
+def candidates_at(
+    kind: SamplerKind, logits_NV: torch.Tensor, inputs: RoundInputs, depth: int, width: int
+) -> Candidates:
     """Return `candidates` for the children of nodes of a depth, the same number of nodes for each row of *inputs*."""
     repeats = len(logits_NV) // inputs.size.rows
     keys_N = inputs.on_device["keys_RQ"][:, depth, None].expand(-1, repeats).reshape(-1)
-    return candidates(chooser, logits_NV, keys_N, inputs.limits(repeats), width)
+    return candidates(kind, logits_NV, keys_N, inputs.limits(repeats), width)

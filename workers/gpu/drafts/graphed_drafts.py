@@ -10,7 +10,7 @@ from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner
 from protos.errors import ConfigError
 from workers.attention.batch import Ints
-from workers.gpu.choosing import chooser_for
+from workers.gpu.choosing import sampler_kind
 from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.graphs import GraphSet
 from workers.gpu.inputs import Buffers
@@ -64,7 +64,7 @@ class GraphedDrafts:
             or sampler.needs_host(slots_R, is_counted=self._buffers.is_counted)
         ):
             return None
-        return Size(num_rows, self._queries), chooser_for(sampler.limits(slots_R))
+        return Size(num_rows, self._queries), sampler_kind(sampler.limits(slots_R))
 
     def _draft(self, key: StepKey, slots_R: Ints, plan: DraftPlan) -> Ints:
         """Return what `write_drafts` wrote for each row, `[R, 2 * Q - 1]`."""

@@ -15,7 +15,7 @@ from workers.gpu.drafts.candidates import candidates_at
 from workers.gpu.drafts.graphed_models import GraphedHeads
 from workers.gpu.drafts.grown_tree import GrownNodes, write_best
 from workers.gpu.inputs import RoundInputs
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
 
 class HeadsChain:
@@ -31,14 +31,14 @@ class HeadsChain:
         self._heads, self._inputs = heads, inputs
         self._num_steps = min(most, inputs.size.queries - 1)
 
-    def run(self, chooser: Chooser) -> None:
+    def run(self, kind: SamplerKind) -> None:
         """Run the loop."""
         found, limits = self._inputs.on_device, self._inputs.limits(1)
         states_RS, ids_R = self._heads.begin(), found["tokens_RQ"][:, 0]
         for step in range(self._num_steps):
             states_RS, logits_RV = self._heads.predict(states_RS, ids_R, step)
             self._inputs.penalise_(logits_RV, step, 1)
-            ids_R = choose(chooser, logits_RV, found["keys_RQ"][:, step], limits).clamp_min(0)
+            ids_R = choose(kind, logits_RV, found["keys_RQ"][:, step], limits).clamp_min(0)
             found["tokens_RQ"][:, step + 1].copy_(ids_R)
 
 
@@ -87,14 +87,14 @@ class HeadsTree:
         self._depths_J = torch.tensor([len(choice) for choice in tree.choices], device=device)
         self._parents_J = torch.tensor(tree.parents, device=device)
 
-    def run(self, chooser: Chooser) -> None:
+    def run(self, kind: SamplerKind) -> None:
         """Run the loop."""
         rows = self._inputs.size.rows
         states_NS, ids_N = self._heads.begin(), self._inputs.on_device["tokens_RQ"][:, 0]
         drafted: list[torch.Tensor] = []
         for depth, level in enumerate(self._levels):
             states_NS, logits_NV = self._heads.predict(states_NS, ids_N, depth)
-            found_NW, _ = candidates_at(chooser, logits_NV, self._inputs, depth, level.width)
+            found_NW, _ = candidates_at(kind, logits_NV, self._inputs, depth, level.width)
             ids_RM = found_NW.view(rows, -1).index_select(1, level.picked_M)
             drafted.append(ids_RM)
             states_RPS = states_NS.view(rows, level.num_inputs, -1)

@@ -16,7 +16,7 @@ from workers.gpu.drafts.draft_steps import DraftSteps, GrownLevel
 from workers.gpu.drafts.grown_tree import GrownNodes, write_best
 from workers.gpu.drafts.protocol import GraphedModel, Prediction
 from workers.gpu.inputs import RoundInputs
-from workers.gpu.sizes import Chooser
+from workers.gpu.sizes import SamplerKind
 
 
 class _Best(NamedTuple):
@@ -61,9 +61,9 @@ class TreeLoop:
         self._levels = min(shape.depth, inputs.size.queries - 1)
         self._num_fed = self._width * (self._levels - 1)
 
-    def run(self, chooser: Chooser) -> None:
+    def run(self, kind: SamplerKind) -> None:
         """Run the loop."""
-        nodes, best = self._first_level(chooser)
+        nodes, best = self._first_level(kind)
         before_R = torch.zeros_like(self._inputs.on_device["levels_R"])
         depths_RA = before_R.new_zeros(len(before_R), max(1, self._num_fed), dtype=torch.int64)
         for level in range(1, self._levels):
@@ -75,14 +75,14 @@ class TreeLoop:
             tokens_RW = nodes.tokens_RM.gather(1, best.nodes_RW)
             grown = GrownLevel(level, tokens_RW, best.features_RWX, before_R, counts_R, best.words_RWX, depths_RA)
             prediction = self._model.predict(self._steps.grow(grown), level)
-            nodes, best = self._expand(chooser, nodes, best, prediction, level)
+            nodes, best = self._expand(kind, nodes, best, prediction, level)
             before_R = before_R + counts_R
         write_best(self._inputs, nodes)
 
-    def _first_level(self, chooser: Chooser) -> tuple[GrownNodes, _Best]:
+    def _first_level(self, kind: SamplerKind) -> tuple[GrownNodes, _Best]:
         """Return the children of the roots, and the best of them."""
         logits_RV, features_RX = self._model.predict(self._steps.catch_up(), 0)
-        tokens_RW, scores_RW = self._candidates(chooser, logits_RV, 0)
+        tokens_RW, scores_RW = self._candidates(kind, logits_RV, 0)
         nodes = GrownNodes(tokens_RW, torch.full_like(tokens_RW, -1), scores_RW, torch.ones_like(tokens_RW))
         order_RW = scores_RW.argsort(dim=1, descending=True, stable=True)
         features_RWX = None if features_RX is None else features_RX[:, None].expand(-1, self._width, -1)
@@ -103,12 +103,12 @@ class TreeLoop:
         return best.at(order_RW), is_fed_RW.gather(1, order_RW)
 
     def _expand(
-        self, chooser: Chooser, nodes: GrownNodes, best: _Best, prediction: Prediction, level: int
+        self, kind: SamplerKind, nodes: GrownNodes, best: _Best, prediction: Prediction, level: int
     ) -> tuple[GrownNodes, _Best]:
         """Return all nodes with the children of the nodes of *level*, and the best of these children."""
         logits_NV, features_NX = prediction
         rows, width = best.nodes_RW.shape
-        tokens_NW, own_NW = self._candidates(chooser, logits_NV, level)
+        tokens_NW, own_NW = self._candidates(kind, logits_NV, level)
         own_RWW = own_NW.view(rows, width, width)
         scores_RW1 = best.scores_RW[:, :, None]
         scores_RC = torch.minimum(scores_RW1 + own_RWW, scores_RW1).flatten(1)  # not above the parents' by rounding
@@ -127,8 +127,8 @@ class TreeLoop:
         )
         return nodes, children
 
-    def _candidates(self, chooser: Chooser, logits_NV: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return candidates_at(chooser, logits_NV, self._inputs, depth, self._width)
+    def _candidates(self, kind: SamplerKind, logits_NV: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return candidates_at(kind, logits_NV, self._inputs, depth, self._width)
 
     def _with_own_bits(self, words_RWX: torch.Tensor, before_R: torch.Tensor) -> torch.Tensor:
         """Add to the ancestors of nodes that are fed in their order the bit of each node itself."""

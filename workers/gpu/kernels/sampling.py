@@ -23,7 +23,7 @@ WARPS = 8
 
 @dataclass(frozen=True)
 class KernelLimits:
-    """`workers.sampling.sample.Limits` of N rows, and the ids that may be sampled, as device tensors.
+    """`workers.sampling.sample.SamplingLimits` of N rows, and the ids that may be sampled, as device tensors.
 
     Attributes:
         temperature_N: float32; rows below `MIN_TEMPERATURE` are greedy, and have no limits.
