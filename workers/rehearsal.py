@@ -65,7 +65,7 @@ def rehearse(worker: TargetWorker, *rehearsals: Rehearsal) -> None:
         rows = [Row(slot, 0, each.length, each.length, each.k) for slot in range(each.rows)]
         drafts = [Draft((0,) * each.k)] * each.rows
         if worker.runner.loaded.group.rank:
-            worker.follow(rows, drafts)
+            worker.forward_only(rows, drafts)
         else:
             worker.score(rows, drafts)
     slots.clear()

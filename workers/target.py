@@ -94,10 +94,17 @@ def _tree_mask(row: Row, draft: Draft) -> TreeMask | None:
 class TargetWorker:
     """Owns the target's runner, its sampler and the acceptance rule.
 
-    `needs` are the tokens whose features a draft is fed; `rule` is the acceptance rule, sample and match by default;
-    `forward_s` and `verify_s` are how long the last forward, and sampling and acceptance after it, took (on a GPU,
-    `forward_s` is how long it took to launch). `has_forwarded`: the round's forward has been run, or launched; what
-    follows it concerns no other rank.
+    Args:
+        runner: of the target's forward.
+        slots: the sequences of the round's rows.
+        sampler: samples a token at each scored position.
+        needs: the tokens whose features a draft is fed.
+        rule: of acceptance; sample and match if None.
+
+    Attributes:
+        forward_s: seconds of the last forward; on a GPU, those in which it was launched.
+        verify_s: seconds of sampling and acceptance after it.
+        has_forwarded: whether the round's forward has been run, or launched. What follows it concerns no other rank.
     """
 
     def __init__(
@@ -124,7 +131,7 @@ class TargetWorker:
         """Prepare for new sequences. Called on the rank that samples."""
         self.sampler.expect(new)
 
-    def straight(self, drafts: Seq[Draft]) -> Seq[Draft]:
+    def as_chains(self, drafts: Seq[Draft]) -> Seq[Draft]:
         """Return *drafts*, or for a target with recurrent layers the chains that they begin with."""
         if not self.runner.loaded.recurrent:
             return drafts
@@ -134,8 +141,8 @@ class TargetWorker:
         """Return *drafts* without tokens that could never be accepted."""
         return self._rule.prune(rows, drafts)
 
-    def follow(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
-        """Run the forward of a round; rank 0 samples and accepts."""
+    def forward_only(self, rows: Seq[Row], drafts: Seq[Draft]) -> None:
+        """Run the forward of a round, as ranks other than 0 do: rank 0 samples and accepts."""
         scoring, prompt_P = self._lay_out(rows, drafts)
         self.runner.forward(scoring.batch, np.concatenate((scoring.wanted_N, prompt_P)))
 
@@ -195,11 +202,11 @@ class TargetWorker:
         """Whether tokens are accepted by the rule "coupled"."""
         return type(self._rule) is SampleAndMatch
 
-    def keep(self, offsets_R: Ints, states_TF: torch.Tensor | None) -> None:
-        """Keep the features of a round that was scored elsewhere, for `kept`; None if the draft has them already."""
+    def keep_features(self, offsets_R: Ints, states_TF: torch.Tensor | None) -> None:
+        """Keep the features of a round that was scored elsewhere; None if the draft has them already."""
         self._offsets_R, self._states_TF = offsets_R, states_TF
 
-    def kept(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
+    def kept_features(self, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
         """Return the features of the tokens that were kept in the round just scored, as far as the draft needs them."""
         table_M4, fed_N = kept(self.needs, rows, verdicts, self._offsets_R, self.slots.generation)
         if self._states_TF is None:
@@ -220,25 +227,23 @@ class TargetWorker:
         verdicts: list[Verdict | None] = []
         at, remaining = 0, iter(accepted)
         for row, draft, count in zip(rows, drafts, scoring.counts_R.tolist(), strict=True):
-            if not count:
-                verdicts.append(None)
-                continue
-            path, emitted = next(remaining)
-            if self.sampler.skips(row.slot):
-                verdicts.append(Verdict(row.slot))
-            elif emitted[0] == -1:
-                why = self.sampler.failure_reason(row.slot, logits_NV[at : at + count])
-                verdicts.append(Verdict(row.slot, failed=why))
-            else:
-                if emitted[-1] == -1:
-                    # No token is allowed after the last accepted one. As without a draft, that one may end the
-                    # sequence; if it does not, the next round fails the row.
-                    path, emitted = path[:-1], emitted[:-1]
-                logprobs = self._logprobs(row.slot, logits_NV, at, path, emitted)
-                verdict = Verdict(row.slot, emitted, len(draft.tokens), path, logprobs)
-                verdicts.append(with_tree(verdict, draft))
+            verdicts.append(self._verdict(row.slot, draft, next(remaining), logits_NV, at) if count else None)
             at += count
         return verdicts
+
+    def _verdict(self, slot: int, draft: Draft, accepted: AcceptedTokens, logits_NV: torch.Tensor, at: int) -> Verdict:
+        """Return the verdict of one row that samples; its logits begin *at* this position."""
+        path, emitted = accepted
+        if self.sampler.skips(slot):
+            return Verdict(slot)
+        if emitted[0] == -1:
+            return Verdict(slot, failed=self.sampler.failure_reason(slot, logits_NV[at : at + 1 + len(draft)]))
+        if emitted[-1] == -1:
+            # No token is allowed after the last accepted one. As without a draft, that one may end the sequence; if it
+            # does not, the next round fails the row.
+            path, emitted = path[:-1], emitted[:-1]
+        logprobs = self._logprobs(slot, logits_NV, at, path, emitted)
+        return with_tree(Verdict(slot, emitted, len(draft.tokens), path, logprobs), draft)
 
     def _logprobs(
         self, slot: int, logits_NV: torch.Tensor, at: int, path: Seq[int], emitted: list[int]

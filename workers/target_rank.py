@@ -137,7 +137,7 @@ class TargetRank:
             self.worker.move(plan.moves)
             self._holds_state = True
         if self._tp.rank:
-            self.worker.follow(plan.rows, proposed.drafts)
+            self.worker.forward_only(plan.rows, proposed.drafts)
             return None
         verdicts = self.worker.score(plan.rows, proposed.drafts, proposed.probs)
         if self._tp.size > 1:
@@ -160,7 +160,7 @@ class TargetRank:
 
         So all ranks agree on the shape of the forward.
         """
-        drafts = list(self.worker.straight([row.draft or NO_DRAFT for row in plan.rows]))
+        drafts = list(self.worker.as_chains([row.draft or NO_DRAFT for row in plan.rows]))
         if not undecided:
             return ProposedDrafts(drafts)
         rows = [plan.rows[r] for r in undecided]
@@ -183,7 +183,7 @@ class TargetRank:
             proposed = self.source.propose(plan, wanting)
         new = iter(proposed.drafts)
         drafts = [next(new) if row.draft is None else row.draft for row in rows]
-        return proposed._replace(drafts=self.worker.prune(rows, self.worker.straight(drafts)))
+        return proposed._replace(drafts=self.worker.prune(rows, self.worker.as_chains(drafts)))
 
 
 class UniExecutor:

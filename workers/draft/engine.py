@@ -125,7 +125,7 @@ class DraftEngine:
         if self.worker.needs == "none" or not plan.speculates:
             return
         try:
-            features = target.kept(plan.rows, verdicts)
+            features = target.kept_features(plan.rows, verdicts)
             if len(features.table_M4):
                 self.worker.receive(features)
             self.worker.absorb([row.slot for row in plan.rows if not row.samples])

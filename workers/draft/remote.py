@@ -57,7 +57,7 @@ class RemoteDraft:
     @staticmethod
     def _send_features(features: FeatureSender, plan: RoundPlan, target: TargetWorker, verdicts: Seq[Verdict]) -> None:
         try:
-            features.post(plan.round, target.kept(plan.rows, verdicts))
+            features.post(plan.round, target.kept_features(plan.rows, verdicts))
         except torch.OutOfMemoryError as error:
             logger.warning("the features of round %d are dropped: %s", plan.round, first_line(error))
             features.post_none(plan.round)

@@ -189,7 +189,7 @@ class DeviceRounds:
         """Run the target's step for *count* rows."""
         self._captured.targets.launch((size, kind))
         if self._worker.needs != "none":
-            self._worker.keep(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(kind))
+            self._worker.keep_features(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(kind))
 
     def _receive(self, size: Size, count: int) -> list[list[int]]:
         """Return the lines of the step's result for *count* rows."""

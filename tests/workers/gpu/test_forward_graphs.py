@@ -82,14 +82,14 @@ def test_draft_models_feed_prompts_and_draft_by_graphs(target: Path, tmp_path: P
 @contextmanager
 def recorded_features() -> Iterator[list[tuple[Ints, Floats]]]:
     """Record the table and the features of each round."""
-    found, kept = list[tuple[Ints, Floats]](), TargetWorker.kept
+    found, kept = list[tuple[Ints, Floats]](), TargetWorker.kept_features
 
     def watched(worker: TargetWorker, rows: Seq[Row], verdicts: Seq[Verdict]) -> Features:
         features = kept(worker, rows, verdicts)
         found.append((features.table_M4, features.states_NF.cpu().numpy().copy()))
         return features
 
-    with mock.patch.object(TargetWorker, "kept", watched):
+    with mock.patch.object(TargetWorker, "kept_features", watched):
         yield found
 
 
