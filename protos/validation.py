@@ -3,9 +3,8 @@
 import difflib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ValidationError
 from pydantic_core import ArgsKwargs, SchemaValidator
@@ -14,6 +13,8 @@ T = TypeVar("T")
 MakeError = Callable[[str, str | None], Exception]
 Foreign = Callable[[dict[str, Any]], dict[str, Any]]
 LONGEST_VALUE = 80
+PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
+"""Types whose values are shown in errors. Others may show addresses, such as functions."""
 LIMITS = {
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -28,6 +29,7 @@ LIMITS = {
     "too_short": "must have at least {min_length} item(s)",
     "too_long": "must have at most {max_length} items",
     "literal_error": "must be one of {expected}",
+    "tuple_type": "must be a valid list",
     "string_unicode": "must be text without lone surrogates",
     "value_error": "{error}",
 }
@@ -52,11 +54,13 @@ def warn_once(message: str) -> None:
 
 def shown(value: object) -> str:
     """Return *value* for an error message: one short line, without addresses."""
-    if not isinstance(value, str | int | float | bool | list | tuple | dict | type(None)):
+    if not isinstance(value, PLAIN):
         return f"a {type(value).__name__}"
     if isinstance(value, int) and abs(value) >= 10**40:
         return "a number of more than 40 digits"
-    text = repr(value) if not isinstance(value, list | tuple | dict) or len(value) <= 16 else f"{len(value)} items"
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    is_short = len(inner) <= 16 and all(isinstance(each, PLAIN) for each in inner)
+    text = repr(value) if is_short else f"{len(inner)} item(s)"
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
@@ -79,6 +83,8 @@ def one_line(error: ValidationError, known: Collection[str]) -> tuple[str, str |
         word = text.partition(" ")[0]
         return text, word if word in known else None
     path = name + "".join(f"[{part!r}]" for part in where[1:] if part != "[key]")
+    if kind == "missing":
+        return f"{path} is required", name
     # Report the size of long values, which may be megabytes.
     got = f"{len(first['input'])} items" if kind.startswith("too_") else shown(first["input"])
     return f"{path} {text}, got {got}", name
@@ -89,17 +95,32 @@ def _message(kind: str, message: str, numbers: Mapping[str, Any]) -> str:
     return message.replace("Input should be", "must be") if limit is None else limit.format(**numbers)
 
 
+def _types(hint: object) -> frozenset[object]:
+    """Return the types in *hint*, with those within unions, lists and dictionaries."""
+    inner = get_args(hint)
+    return frozenset().union(*map(_types, inner)) if inner else frozenset({hint})
+
+
 def _numbers(cls: type) -> dict[str, str]:
-    """Return the fields of *cls* that hold numbers and no booleans, each with the kind of number."""
-    kinds = {
-        name: get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
-        for name, hint in get_type_hints(cls).items()
-    }
+    """Return the fields of *cls* that hold numbers, alone or in lists, and no booleans, with the kind of number."""
+    kinds = {name: _types(hint) for name, hint in get_type_hints(cls).items()}
     return {
         name: "number" if float in types else "integer"
         for name, types in kinds.items()
         if not {int, float}.isdisjoint(types) and bool not in types
     }
+
+
+def _booleans(path: str, value: object) -> Iterator[tuple[str, bool]]:
+    """Yield the booleans in *value*, which may be long, with their places."""
+    if isinstance(value, bool):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from (*_booleans(f"{path}[{key!r}]", key), *_booleans(f"{path}[{key!r}]", each))
+    elif isinstance(value, list | tuple | set | frozenset) and not {int, float, str}.issuperset(map(type, value)):
+        for index, each in enumerate(value):
+            yield from _booleans(f"{path}[{index}]", each)
 
 
 def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[T]]:
@@ -111,19 +132,19 @@ def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[
 
     def decorate(cls: type[T]) -> type[T]:
         validator: SchemaValidator = vars(cls)["__pydantic_validator__"]
-        numbers = _numbers(cls)
+        numbers, names = _numbers(cls), tuple(getattr(cls, "__dataclass_fields__", ()))
 
         # Not pydantic's own constructor: a field may have the name of one of its arguments.
         @functools.wraps(cls.__init__)
         def init(self: object, /, *args: Any, **kwargs: Any) -> None:
             given = foreign(kwargs)
-            for name, value in given.items():
-                if isinstance(value, bool) and name in numbers:
-                    raise make(f"{name} must be a valid {numbers[name]}, got {value}", name)
+            for name, value in (*zip(names, args, strict=False), *given.items()):
+                for path, wrong in _booleans(name, value) if name in numbers else ():
+                    raise make(f"{path} must be a valid {numbers[name]}, got {wrong}", name)
             try:
                 validator.validate_python(ArgsKwargs(args, given), self_instance=self)
             except ValidationError as error:
-                raise make(*one_line(error, getattr(cls, "__dataclass_fields__", ()))) from None
+                raise make(*one_line(error, names)) from None
 
         cls.__init__ = init  # type: ignore[method-assign,assignment]
         return cls

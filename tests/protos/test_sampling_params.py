@@ -34,8 +34,12 @@ BAD = [
     ("stop", [""], "at least 1 character"),
     ("stop", ["x"] * 65, "at most 64"),
     ("stop", ["x" * 1025], "at most 1024"),
-    ("stop", 5, "tuple"),
+    ("stop", 5, "a valid list"),
     ("stop_token_ids", [-1], "at least 0"),
+    ("stop_token_ids", [7, True], "stop_token_ids[1] must be a valid integer, got True"),
+    ("stop_token_ids", {True}, "stop_token_ids[0] must be a valid integer, got True"),
+    ("allowed_token_ids", (False,), "allowed_token_ids[0] must be a valid integer, got False"),
+    ("prediction", [True], "prediction[0] must be a valid integer, got True"),
     ("stop_token_ids", [2**40], "at most"),
     ("bad_words", ["x"] * 257, "at most 256"),
     ("bad_words", [""], "at least 1 character"),
@@ -49,6 +53,9 @@ BAD = [
     ("truncate_prompt_tokens", 0, "at least 1"),
     ("logit_bias", {1: 101.0}, "at most 100"),
     ("logit_bias", {-1: 1.0}, "at least 0"),
+    ("logit_bias", {1: True}, "logit_bias[1] must be a valid number, got True"),
+    ("logit_bias", {True: 1.0}, "logit_bias[True] must be a valid number, got True"),
+    ("logits_processors", [print], "got 1 item(s): use logit_bias"),
     ("logit_bias", dict.fromkeys(range(1025), 0.0), "at most 1024"),
     ("allowed_token_ids", [], "at least 1 item"),
 ]
@@ -78,6 +85,14 @@ def test_nan_and_infinity_are_refused_everywhere(name: str, value: float) -> Non
 def test_nan_is_refused_inside_logit_bias(value: float) -> None:
     with pytest.raises(InvalidRequestError, match=r"logit_bias\['?7'?\] must be finite"):
         SamplingParams(logit_bias={7: value})
+
+
+def test_booleans_are_no_numbers_by_position_either() -> None:
+    with pytest.raises(InvalidRequestError, match="n must be a valid integer, got True"):
+        SamplingParams(True)
+    with pytest.raises(InvalidRequestError, match="presence_penalty must be a valid number, got False"):
+        SamplingParams(1, False)
+    assert SamplingParams(2, 0.5) == SamplingParams(n=2, presence_penalty=0.5)
 
 
 def test_a_wrong_keyword_gets_a_hint() -> None:
