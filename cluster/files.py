@@ -104,3 +104,15 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: it is a folder")
     if not os.access(path if is_there else path.parent, os.W_OK):
         raise ConfigError(f"{path} cannot be written: permission denied")
+    if path.is_file() or not is_there:  # opening a pipe would wait for its reader
+        _open_to_write(path.resolve(), is_there)
+
+
+def _open_to_write(path: Path, is_there: bool) -> None:
+    """Open a file without changing it: root has all permissions, but `/proc` and some mounts take no new files."""
+    try:
+        path.open("ab" if is_there else "xb").close()
+        if not is_there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {why_unreadable(error)}") from None

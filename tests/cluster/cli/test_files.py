@@ -30,6 +30,20 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         check_outputs([tmp_path / "x"])
 
 
+@pytest.mark.parametrize("name", ["/proc/x.json", "/proc/version"])
+def test_what_not_even_root_can_write_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} cannot be written: "):
+        check_outputs([Path(name)])
+
+
+def test_a_link_to_a_file_that_is_not_there_remains(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "new")
+    check_outputs([link])
+    assert link.is_symlink()
+    assert not link.exists()
+
+
 def test_an_input_is_not_written_under_any_of_its_names(tmp_path: Path) -> None:
     read, link = tmp_path / "in.jsonl", tmp_path / "link"
     read.write_text("{}")
