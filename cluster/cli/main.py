@@ -75,6 +75,8 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise ConfigError("give one prompt, or a file of them with --prompts")
+    if prompt == "":
+        raise ConfigError("prompt must not be empty")
     if top_logprobs is not None and log is None:
         raise ConfigError("--top-logprobs needs --log, the file to write them to")
     sampling = {**sampling, "logprobs": top_logprobs}
@@ -214,6 +216,8 @@ def doctor(
         if not gpu_check.run(device, output, is_full=full):
             raise typer.Exit(1)
         return
+    if full or output is not None:
+        raise ConfigError("--full and --output are options of --gpu")
     from cluster.cli.doctor import run  # noqa: PLC0415
     from cluster.doctor import DoctorOptions  # noqa: PLC0415
 

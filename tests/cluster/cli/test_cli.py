@@ -113,10 +113,13 @@ def test_a_chat_template_is_a_file_or_itself(tmp_path: Path, served: list[tuple[
         (["serve", "m", "--per-request-spec-decode-metrics", "all"], ConfigError, "must be one of none"),
         (["generate"], ConfigError, "give one prompt"),
         (["generate", "x", "--prompts", "f"], ConfigError, "give one prompt"),
+        (["generate", ""], ConfigError, "prompt must not be empty"),
         (["generate", "--prompts", "f"], ConfigError, "--output"),
         (["generate", "--prompts", "/nowhere", "--output", "o"], ConfigError, "cannot read /nowhere"),
         (["generate", "x", "--temperature", "nan"], InvalidRequestError, "temperature must be finite"),
         (["generate", "x", "--max-model-len", "0"], ConfigError, "max_model_len must be greater than 0"),
+        (["doctor", "--output", "f"], ConfigError, "--full and --output are options of --gpu"),
+        (["doctor", "--full"], ConfigError, "--full and --output are options of --gpu"),
     ],
 )
 def test_refusals(
