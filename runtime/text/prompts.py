@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from protos.errors import InvalidRequestError
-from protos.validation import did_you_mean, shown
+from protos.validation import shown
 
 PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 
@@ -29,8 +29,8 @@ def check_prompt_dict(prompt: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in prompt.items() if value is not None}
     for key in given:
         if key not in PROMPT_KEYS:
-            hint = did_you_mean(str(key), PROMPT_KEYS)
-            raise InvalidRequestError(f"prompt has an unknown key {shown(key)}{hint}", "prompt")
+            takes = ", ".join(sorted(PROMPT_KEYS))
+            raise InvalidRequestError(f"prompt has an unknown key {shown(key)}; it may have {takes}", "prompt")
     if given.get("prompt_token_ids") is None and not isinstance(given.get("prompt"), str):
         raise InvalidRequestError('prompt must have "prompt" (text) or "prompt_token_ids"', "prompt")
     return given
