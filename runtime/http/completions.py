@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +103,11 @@ async def completion_job(context: RouteContext, body: CompletionRequest) -> Comp
     choices: list[Choice] = []
     for index, prompt in enumerate(prompts):
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+        content: Sequence[int] | str = prompt
+        if prompt and isinstance(prompt, str) and body.add_special_tokens is False:
+            content = await context.engine.tokenize(prompt, add_special_tokens=False)
         with body.structured_as_sent():
-            groups.append(context.with_options(await context.engine.prepare(prompt, params, name), body))
+            groups.append(context.with_options(await context.engine.prepare(content, params, name), body))
         echoed = _echoed(prompt, groups[-1][0], context.texts) if body.echo else ""
         choices += [
             CompletionWriter(len(choices) + j, each, body, context.texts, echoed) for j, each in enumerate(groups[-1])

@@ -126,8 +126,17 @@ def error_body(error: ApiError) -> bytes:
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """The exception handler of every route."""
-    return error_response(as_api_error(error), routed_path(request.scope))
+    """The exception handler of every route, and of requests that have none."""
+    path = routed_path(request.scope)
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        error = ApiError(error.status_code, _no_route(error.headers), headers=error.headers)
+    return error_response(as_api_error(error), path)
+
+
+def _no_route(headers: Mapping[str, str] | None) -> str:
+    """Return the message; it does not repeat the path, which may be anything."""
+    allowed = (headers or {}).get("Allow")
+    return f"this route takes {allowed} alone" if allowed else "no such route; GET /openapi.json lists those there are"
 
 
 def error_response(error: ApiError, path: str) -> Response:

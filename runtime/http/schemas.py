@@ -68,8 +68,12 @@ class RequestBody(BaseModel):
 class StreamOptions(BaseModel):
     """OpenAI's `stream_options`, and vLLM's `continuous_usage_stats`: usage in every chunk, too."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    model_config = STRICT
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Ignored: `--stream-pacing` hides the lengths of tokens."""
 
 
 class SpeculativeOptions(BaseModel):
@@ -203,9 +207,10 @@ class CompletionRequest(GenerationRequest):
     ]
     echo: bool | None = None
     logprobs: int | None = None
+    add_special_tokens: bool | None = None
 
     endpoint_names: ClassVar[frozenset[str]] = frozenset({"logprobs", "prompt_logprobs", "max_tokens"})
-    neutral: ClassVar[Neutral] = {**NEUTRAL, **NO_TOOLS, "add_special_tokens": (None, True)}
+    neutral: ClassVar[Neutral] = {**NEUTRAL, **NO_TOOLS}
 
     @property
     def only_scores(self) -> bool:

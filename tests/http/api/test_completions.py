@@ -6,9 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from runtime.http.schemas import CompletionRequest
-from tests.support.serving.fake_engine import expected, ids, local_engine, ranked, tokenizer
+from tests.support.serving.fake_engine import EOS, bare_tokenizer, expected, ids, local_engine, ranked, tokenizer
 from tests.support.serving.http_server import Served, serving
 
 LONG = 100_000
@@ -179,6 +181,20 @@ def test_vllm_fields_are_taken(served: Served) -> None:
     )  # fmt: skip
     assert answer.status_code == 200
     assert answer.json()["usage"]["prompt_tokens"] == 2
+
+
+def test_special_tokens_of_a_prompt_can_be_left_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Tokenizer.from_str(bare_tokenizer().to_str())
+    bare.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS)])
+    adding = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>")
+    monkeypatch.setattr(served.engine.preprocessor, "tokenizer", adding)
+    for adds, begin in ((None, [EOS]), (True, [EOS]), (False, [])):
+        asked: dict[str, Any] = {"max_tokens": 1, "echo": True, "return_token_ids": True, "add_special_tokens": adds}
+        (choice,) = served.post(**asked, prompt=PROMPT).json()["choices"]
+        assert choice["prompt_token_ids"] == [*begin, *ids(PROMPT)]
+        assert choice["text"].startswith(PROMPT)
+        (choice,) = served.post(**asked, prompt=[5, 6]).json()["choices"]
+        assert choice["prompt_token_ids"] == [5, 6]
 
 
 @pytest.mark.parametrize(("sent", "seed"), [(-1, None), (-2, 2**64 - 2), (7, 7), (None, None)])

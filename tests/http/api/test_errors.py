@@ -40,16 +40,20 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "logit_bias": {"400": 1}}, "logit_bias", "400"),
     ({"prompt": "x", "allowed_token_ids": [999]}, "allowed_token_ids", "999"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    ({"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "valid boolean, got 1"),
+    ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options", "is unknown, got True"),
     ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream=true"),
     ({"prompt": "x", "temprature": 1}, "temprature", "did you mean 'temperature'"),
     ({"prompt": "x", "seed": 2**65}, "seed", "at most"),
     ({"prompt": "x", "priority": 3}, "priority", "not supported, got 3"),
     ({"prompt": "x", "tools": [{}]}, "tools", "use chat completions"),
+    ({"prompt": "x", "add_special_tokens": 0}, "add_special_tokens", "valid boolean, got 0"),
     ({"prompt": "x", "speculative_config": {"num_speculative_tokens": 9}}, "speculative_config", "at most 4"),
     ({"prompt": "x", "speculative_config": {"num_speculative_tokens": 0}}, "speculative_config", "enabled: false"),
     ({"prompt": "x", "speculative_config": {"method": "ngram"}}, "speculative_config", "(draft_model), got 'ngram'"),
     ({"prompt": "x", "speculative_config": {"methods": "ngram"}}, "speculative_config", "unknown, got 'ngram'"),
     ({"prompt": "x", "prediction": "text"}, "prediction", "prediction must be an object"),
+    ({"prompt": "x", "prediction": {"type": "content"}}, "prediction", "prediction['content'] is required"),
     ({"prompt": "x", "prediction": {"type": "content", "content": 5}}, "prediction", "prediction['content'] must be"),
     ({"prompt": "x", "per_request_spec_decode_metrics": "all"}, "per_request_spec_decode_metrics", "'detailed'"),
     ({"prompt": ["x"] * 2000}, "prompt", "at most 1024"),
@@ -107,10 +111,20 @@ def test_bad_bodies(served: Served, content: bytes, kind: str, status: int) -> N
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_unknown_routes_and_methods(served: Served) -> None:
-    for answer, status in ((httpx.get(served.url + "/nowhere"), 404), (httpx.get(served.url + "/v1/completions"), 405)):
-        assert answer.status_code == status
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("POST", "/v1/embeddings", 404, "no such route; GET /openapi.json lists those there are"),
+        ("GET", "/v1/completions", 405, "this route takes POST alone"),
+    ],
+)
+def test_unknown_routes_and_methods(served: Served, method: str, path: str, status: int, message: str) -> None:
+    answer = httpx.request(method, served.url + path)
+    assert answer.status_code == status
+    assert answer.headers.get("allow") == ("POST" if status == 405 else None)
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"] == message
 
 
 def test_the_client_sees_its_own_error_types(served: Served) -> None:
