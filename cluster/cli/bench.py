@@ -36,9 +36,9 @@ app = typer.Typer(
 
 
 def run(args: list[str]) -> None:
-    """Run `slipstream bench` with *args*; without a known command they go to `engine`."""
-    is_known = args[:1] in ([SERVE], [COMPARE], [ENGINE], ["--help"])
-    app(args if is_known else [ENGINE, *args], prog_name="slipstream bench")
+    """Run `slipstream bench` with *args*; options without a command go to `engine`."""
+    first = args[0] if args else "-"
+    app([ENGINE, *args] if first.startswith("-") and first != "--help" else args, prog_name="slipstream bench")
 
 
 @app.command(

@@ -25,6 +25,8 @@ from protos.config.engine import ModelConfig
 from protos.errors import ConfigError, SlipstreamError
 
 FAILED = 2
+INTERRUPTED = 130
+"""As shells have it, and typer while a command runs."""
 
 app = typer.Typer(
     name="slipstream",
@@ -246,6 +248,8 @@ def main() -> None:
         sys.exit(FAILED)
     except BrokenPipeError:  # stdout was closed by its reader
         sys.exit(1)
+    except KeyboardInterrupt:  # before a command runs
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 
+from cluster.cli import bench
 from cluster.cli import env as cli_env
 from cluster.cli import main as cli
 from cluster.cli.env import version
@@ -186,6 +187,23 @@ def test_a_bad_line_is_named_before_anything_is_loaded(tmp_path: Path, line: str
     source.write_text(line)
     with pytest.raises(SlipstreamError, match=says):
         run("generate", "--prompts", str(source), "--output", str(tmp_path / "out"), "--model", "none")
+
+
+def test_ctrl_c_before_a_command_runs_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == cli.INTERRUPTED
+
+
+def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.run(["latency"])
+    assert ended.value.code == cli.FAILED
+    assert "No such command 'latency'" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
