@@ -37,7 +37,7 @@ KEPT = (
     Option("dtype", "model", "dtype", "auto, float32, bfloat16 or float16"),
     Option("kv_cache_dtype", "model", "kv_cache_dtype", "auto (the model's), bfloat16, fp8 or int8"),
     Option("quantization", "model", "quantization", "int8, int4 or fp8: quantise the weights while they are loaded"),
-    Option("max_model_len", "model", "max_model_len", "context length in tokens; default: the model's"),
+    Option("max_model_len", "model", "max_model_len", "context length in tokens, such as 32K; default: the model's"),
     Option("enforce_eager", "model", "enforce_eager", "never compile", is_flag=True),
     Option("batch_invariant", "model", "batch_invariant", "bitwise the same logits in any batch", is_flag=True),
     Option("skip_self_check", "model", "skip_self_check", "do not compare the target with transformers", is_flag=True),
@@ -131,6 +131,8 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
     "model_impl": (("auto", "transformers"), "models are run through transformers"),
     "kv_transfer_config": (({},), "prefill and decoding share one cache"),
+    "reasoning_parser": (("",), "reasoning is part of the text"),
+    "logprobs_mode": (("raw_logprobs",), "log-probabilities are those of the raw logits"),
 }
 REFUSED_FLAGS = frozenset({"enable_lora", "enable_prompt_embeds"})
 SINGLE = {

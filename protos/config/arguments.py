@@ -1,9 +1,11 @@
 """Builds an `EngineConfig` from engine arguments: the same names for Python, flags and YAML."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -40,6 +42,9 @@ PARTS: dict[str, type] = {
     "parallel": ParallelConfig,
 }
 DTYPES = {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"}
+LARGE = frozenset({"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"})
+"""Arguments that may have a suffix, as in vLLM: k, m, g and t are powers of 1000, K, M, G and T of 1024."""
+LARGE_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt])|([0-9]+)([KMGT])")
 _INTEGER = TypeAdapter(int)
 
 
@@ -140,6 +145,15 @@ def _fields(arguments: Arguments) -> dict[str, Arguments]:
     return fields
 
 
+def _without_suffix(value: Any) -> Any:
+    """Return the number that text like `25.6k` or `32K` stands for; other values as they are."""
+    if not isinstance(value, str) or (found := LARGE_NUMBER.fullmatch(value)) is None:
+        return value
+    number, suffix = (group for group in found.groups() if group is not None)
+    base = 1000 if suffix.islower() else 1024
+    return int(Fraction(number) * base ** ("kmgt".index(suffix.lower()) + 1))
+
+
 def _read(name: str, value: Any) -> Any:
     if name == "dtype":  # may be a torch.dtype
         word = str(value).removeprefix("torch.")
@@ -153,6 +167,8 @@ def _read(name: str, value: Any) -> Any:
         return _json(name, value)
     if name == "placement_strategy":
         return str(value).upper()
+    if name in LARGE:
+        value = _without_suffix(value)
     return str(value) if name in ("model", "tokenizer", "download_dir", "generation_config") else value
 
 

@@ -41,6 +41,15 @@ def test_values_may_be_text_as_flags_and_yaml_give_them() -> None:
 
 @pytest.mark.parametrize(
     ("written", "kept"),
+    [("4096", 4096), ("32K", 32768), ("32k", 32000), ("25.6k", 25600), ("1M", 1 << 20), ("1m", 10**6)],
+)
+def test_large_numbers_may_have_vllms_suffixes(written: str, kept: int) -> None:
+    config = parse(max_model_len=written, max_num_batched_tokens=written, kv_cache_memory_bytes=written)
+    assert config.model.max_model_len == config.scheduler.max_num_batched_tokens == config.cache.memory_bytes == kept
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
     [("float", "float32"), ("half", "float16"), ("bfloat16", "bfloat16"), ("torch.float16", "float16"), ("auto",) * 2],
 )
 def test_dtype_names(written: str, kept: str) -> None:
@@ -115,6 +124,9 @@ def test_what_is_placed_how() -> None:
         ({"max_modl_len": 5}, "unknown argument 'max_modl_len', did you mean 'max_model_len'"),
         ({"dtype": "int8"}, "dtype must be one of 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'"),
         ({"max_model_len": 0}, "max_model_len must be greater than 0, got 0"),
+        ({"max_model_len": "1.5K"}, "max_model_len must be a valid integer"),
+        ({"reasoning_parser": "qwen3"}, "reasoning_parser is not supported, got 'qwen3': reasoning is part of"),
+        ({"logprobs_mode": "processed_logprobs"}, "log-probabilities are those of the raw logits"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be at most 1"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization must be finite"),
         ({"num_gpu_blocks_override": -1}, "num_gpu_blocks_override must be greater than 0"),
@@ -149,7 +161,12 @@ def test_refusals_name_what_the_user_wrote(given: dict[str, Any], says: str) -> 
 
 
 def test_neutral_values_of_refused_arguments_pass() -> None:
-    neutral = {"quantization": None, "load_format": "safetensors", "data_parallel_size": 1}
+    neutral = {
+        "quantization": None,
+        "load_format": "safetensors",
+        "data_parallel_size": 1,
+        "logprobs_mode": "raw_logprobs",
+    }
     assert parse(**neutral) == parse()
 
 
