@@ -9,8 +9,10 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from demo.trainer import TrainingError
 from slipstream import LLM, SamplingParams
 
 NUM_TEXTS, TOKENS = 3072, 384
@@ -18,14 +20,27 @@ PROMPT_TOKENS = (16, 160)
 STYLES = ((0.0, 1.0), (0.7, 0.9), (1.0, 1.0))  # temperature, top-p
 
 
-def load_or_write(target: Path, corpus: torch.Tensor, path: Path, count: int | None = None) -> torch.Tensor:
-    """Return int32 ids `[N]`: those stored at *path*, or else *count* new texts (`NUM_TEXTS`) of the model in *target*.
+def load_or_write(target: Path, corpus: torch.Tensor, path: Path, count: int, purpose: str) -> torch.Tensor:
+    """Return *count* texts of the model in *target*, int32 ids `[count * TOKENS]`.
 
-    Their beginnings are cut from *corpus*, int32 ids `[M]`.
+    They are the first of those stored at *path*, or, if it has fewer, new ones, which are stored there. Their
+    beginnings are cut from *corpus*, int32 ids `[M]`. *purpose* says which texts they are.
+
+    Raises:
+        TrainingError: the texts at *path* are those of another purpose.
     """
-    if not path.exists():
-        save_file({"ids": write(target, corpus, NUM_TEXTS if count is None else count)}, path)
-    ids: torch.Tensor = load_file(path)["ids"]
+    if not path.exists() or len(_stored(path, purpose)) < count * TOKENS:
+        save_file({"ids": write(target, corpus, count)}, path, metadata={"purpose": purpose})
+    return _stored(path, purpose)[: count * TOKENS]
+
+
+def _stored(path: Path, purpose: str) -> torch.Tensor:
+    """Return the ids `[N]` of all texts at *path*."""
+    with safe_open(path, framework="pt") as file:
+        found = (file.metadata() or {}).get("purpose", purpose)
+        if found != purpose:
+            raise TrainingError(f"{path} has {found}, not {purpose}: delete it, or give another folder with --work")
+        ids: torch.Tensor = file.get_tensor("ids")
     return ids
 
 

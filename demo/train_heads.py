@@ -82,7 +82,8 @@ def streams(stream: torch.Tensor, target_folder: Path, material: Material, work:
     """Yield *stream*, the ids `[N]` of the material's texts, and the ids of those that the target generates."""
     yield stream
     if material.own_texts:
-        yield own_text.load_or_write(target_folder, stream, work / "own_text.safetensors", material.own_texts)
+        path, purpose = work / "own_text.safetensors", material.purpose("texts to train on", target_folder, None)
+        yield own_text.load_or_write(target_folder, stream, path, material.own_texts, purpose)
 
 
 def joint_loss(teacher: Teacher, heads: Mapping[str, Head]) -> Loss:

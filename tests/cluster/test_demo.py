@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.settings import engine_config
@@ -69,6 +70,28 @@ def test_a_checkpoint_is_resumed_for_its_own_purpose_only(tmp_path: Path) -> Non
     trainer.Trainer(torch.nn.Linear(2, 2), streams, first, state)
     with pytest.raises(TrainingError, match=r"is the checkpoint of a draft for .*target on .*, not of .* from .*draft"):
         trainer.Trainer(torch.nn.Linear(2, 2), streams, other, state)
+
+
+def test_the_targets_texts_are_as_many_as_asked_for_and_of_the_same_material(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts of an earlier run were taken again, however many they were and whatever they began with."""
+    written: list[int] = []
+
+    def write(target: Path, ids: torch.Tensor, count: int) -> torch.Tensor:
+        written.append(count)
+        return torch.arange(count * own_text.TOKENS, dtype=torch.int32)
+
+    def lengths(text: Path, *counts: int) -> list[int]:
+        materials = [train_heads.Material(text, count) for count in counts]
+        found = [list(train_heads.streams(torch.empty(0), tmp_path, material, tmp_path))[1] for material in materials]
+        return [len(ids_N) // own_text.TOKENS for ids_N in found]
+
+    monkeypatch.setattr(own_text, "write", write)
+    assert lengths(tmp_path / "a", 4, 4, 2, 6) == [4, 4, 2, 6]
+    assert written == [4, 6]
+    with pytest.raises(TrainingError, match=r"own_text.safetensors has texts .* on .*a, not .* on .*b: delete it"):
+        lengths(tmp_path / "b", 4)
 
 
 def test_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
@@ -138,7 +161,7 @@ def test_a_draft_for_ones_own_target_learns_from_text_and_from_the_target(
     material = train_heads.Material(text, own_texts=8)
     train.train_draft(target, material, work, trainer.TrainingRun(minutes=0.5, length=128), out=out)
     teacher, student = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, out))
-    ids = own_text.load_or_write(target, torch.empty(0), work / "own_text.safetensors")
+    ids = load_file(work / "own_text.safetensors")["ids"]
     assert len(ids) == 8 * 192
     batch = ids[: 4 * 192].long().view(4, 192)
     with torch.no_grad():
