@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cluster import shadowing
@@ -181,9 +180,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _params_per_prompt(self, params: Params, count: int) -> Sequence[SamplingParams]:
@@ -264,6 +261,8 @@ class LLM:
             raise
         finally:
             self._engine.turn.release()
+        if self._engine.has_commands():  # aborts that came during the step
+            self._engine.abort((), self._distribute)
 
     def _distribute(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:

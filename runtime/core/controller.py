@@ -40,6 +40,10 @@ class LocalInbox:
         self.stopped = False
         self._commands: deque[Request | Abort] = deque()  # threads may add to it while it is read
 
+    def has_commands(self) -> bool:
+        """Whether commands wait for a step."""
+        return bool(self._commands)
+
     def put(self, commands: Iterable[Request | Abort]) -> None:
         """Add commands for the next step."""
         self._commands.extend(commands)

@@ -113,6 +113,24 @@ def test_what_an_abort_brings_is_kept_for_its_readers_before_another_thread_step
     assert [found] == answer(llm, PROMPTS[1:2])
 
 
+def test_an_abort_during_the_last_step_of_another_thread_frees_its_place_at_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = llm._engine.assembled.executor  # type: ignore[attr-defined]
+    run, last, may_end = executor.run, threading.Event(), threading.Event()
+    left = llm.stream(PROMPTS[0], GREEDY)
+    next(left)
+    monkeypatch.setattr(executor, "run", lambda plan: (last.set(), may_end.wait(), run(plan))[-1])
+    one_token = SamplingParams(temperature=0.0, max_tokens=1)
+    with ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(llm.generate, PROMPTS[1], one_token, use_tqdm=False)
+        last.wait()
+        left.close()
+        may_end.set()
+        answered.result()
+    assert (llm.stats().num_running, llm.stats().kv_usage) == (0, 0.0)
+
+
 def test_after_shutdown_requests_are_refused(start: Start) -> None:
     llm = start()
     left, closed = (llm.stream(PROMPTS[0], GREEDY) for _ in range(2))
