@@ -8,6 +8,10 @@ import msgspec
 SpeculationState = Literal["off", "on", "paused", "no_draft"]
 """Not configured; drafting; paused by the policy; paused because the draft worker is lost."""
 
+DraftChange = Literal["started", "late", "in_time", "lost", "pair_lost", "targets_lost", "revived"]
+"""Why the draft worker entered or left service: "pair_lost" is of the draft channel, "targets_lost" of the
+target group."""
+
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Bounds of the histogram of tokens per step."""
 
@@ -64,7 +68,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         prefix_queries, prefix_hits: tokens looked up and tokens found in the prefix cache.
         num_running, num_waiting: requests now.
         kv_usage: share of KV blocks in use now, 0 to 1.
-        draft_changes: changes of the draft service, by reason.
+        draft_changes: changes of the draft service, by `DraftChange`.
         speculation_changes: changes of the number of draft tokens, by reason.
         target_losses: losses of the target group.
         num_speculative_tokens: K now, the largest of all rows.

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from protos.stats import STEP_TOKENS, EngineStats, Outage, SpeculationState
+from protos.stats import STEP_TOKENS, DraftChange, EngineStats, Outage, SpeculationState
 
 Stats = Callable[[], EngineStats]
 TARGET_STATES = ("serving", "starting", "no_room", "refusing")
@@ -118,7 +118,7 @@ class OwnCollector(Collector):
             "draft_service_changes",
             "Times the draft worker entered or left service, by reason",
             ["reason"],
-            _keyed(stats.draft_changes),
+            _keyed(dict.fromkeys(get_args(DraftChange), 0) | stats.draft_changes),  # a counter grows from 0
         )
         yield make.counters(
             "spec_decode_changes",

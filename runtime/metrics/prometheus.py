@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 from protos.errors import (
     DeadlineExceededError,
     DrainingError,
+    EngineStalledError,
     NoRoomError,
     OverloadedError,
     SlipstreamError,
@@ -35,6 +36,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 TURNED_AWAY_AS: dict[type[SlipstreamError], str] = {
     DrainingError: "draining",
+    EngineStalledError: "engine_stalled",
     NoRoomError: "no_room",
     OverloadedError: "overloaded",
     SlowReaderError: "slow_reader",

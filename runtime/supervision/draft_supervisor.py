@@ -14,6 +14,7 @@ from protos.config.engine import EngineConfig
 from protos.errors import SlipstreamError
 from protos.interfaces import DraftService
 from protos.messages import RoundPlan
+from protos.stats import DraftChange
 from protos.worker_messages import (
     Died,
     DraftChannelFailed,
@@ -269,7 +270,7 @@ class DraftSupervisor:
         else:
             self._retry_at = self._watchdog.now + RETRY_S
 
-    def _leave_service(self, why: str, text: str = "the draft waits for its targets") -> None:
+    def _leave_service(self, why: DraftChange, text: str = "the draft waits for its targets") -> None:
         """Take the draft out of service; count and report it if it served."""
         served = self.is_serving
         if self._phase is not DraftPhase.STARTING:
@@ -289,7 +290,7 @@ class DraftSupervisor:
         if self._sent_round is not None and round_number >= self._sent_round:
             self._sent_round = None
 
-    def _change(self, why: str, text: str) -> None:
+    def _change(self, why: DraftChange, text: str) -> None:
         self._changes[why] += 1
         logger.info("%s", text)
 

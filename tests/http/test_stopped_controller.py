@@ -127,6 +127,8 @@ def notices_and_continues(running: Stoppable) -> None:
     wait_until(running.is_healthy)
     wait_until(lambda: checked(running.channel, SERVICE) == SERVING)
     assert running.ask().json()["choices"][0]["text"] == fake_engine.expected("hello", 8)
+    counted = 'slipstream_requests_turned_away_total{engine="0",model_name="fake",reason="engine_stalled"} 4.0'
+    assert counted in httpx.get(running.url + "/metrics", timeout=5).text.splitlines()  # two dropped, two refused
 
 
 def is_given_up(running: Stoppable) -> None:

@@ -103,6 +103,7 @@ def test_figures_of_our_own_have_only_our_name() -> None:
         for sample in family.samples
     }
     assert found["draft_service_changes_total", "lost"] == 2
+    assert found["draft_service_changes_total", "revived"] == 0, "Prometheus sees no increase up to a first sample"
     assert found["spec_decode_changes_total", "batch_size_rose"] == 3
     assert found["target_losses_total",] == 1
     assert found["spec_decode_late_drafts_total",] == 3
