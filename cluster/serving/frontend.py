@@ -1,6 +1,7 @@
 """The interface of the HTTP and the gRPC server, for the service that runs both."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,10 +68,32 @@ def bound(host: str, port: int, option: str = "port") -> Iterator[socket.socket]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm, a delay of 40 ms, only if the protocol is given.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with not_taken(host, port, option):
-            listener.bind((host, port))
+            _bind(listener, host, port)
         yield listener
+
+
+def _bind(listener: socket.socket, host: str, port: int) -> None:
+    """Bind for this socket alone, so that another server that is started meanwhile ends before it loads anything.
+
+    That fails for a minute after an earlier server had connections. With SO_REUSEADDR it does not, but two sockets may
+    then be bound to an address until one of them listens.
+    """
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+
+
+def listen(listener: socket.socket, backlog: int) -> None:
+    """Accept connections. Raises `ConfigError` if another server has the address by now."""
+    host, port, *_ = listener.getsockname()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections keep no later server out
+    with not_taken(host, port):
+        listener.listen(backlog)
 
 
 @contextlib.contextmanager

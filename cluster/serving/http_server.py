@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import uvicorn
 
-from cluster.serving.frontend import ServerContext, bound, not_taken
+from cluster.serving.frontend import ServerContext, bound, listen
 from cluster.serving.startup_info import url_host
 from cluster.serving.tls import TlsFiles
 from runtime.http.app import create_app
@@ -83,9 +83,7 @@ class HttpFrontend:
                 ssl_keyfile=None if tls is None else tls.key,
             )
         )
-        host, port, *_ = self._listening.getsockname()
-        with not_taken(host, port):  # another server may have bound it, too, while neither listened
-            self._listening.listen(BACKLOG)  # clients may connect as soon as the address is printed
+        listen(self._listening, BACKLOG)  # clients may connect as soon as the address is printed
 
     async def serve(self) -> None:
         """See `Frontend`. Runs uvicorn's phases one by one: its `serve` would also take over SIGINT and SIGTERM."""

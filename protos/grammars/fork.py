@@ -116,11 +116,13 @@ def fork_for_each(serve: Serve) -> None:
 
 
 def _received(control: socket.socket) -> socket.socket | None:
-    """Return the next socket to be served; None if none has come for a while."""
+    """Return the next socket to be served; None if none has come for a while. Ends with the parent."""
     try:
         data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(array.array("i").itemsize))
     except TimeoutError:
         return None
+    except OSError:  # the parent ended before it read the answer
+        sys.exit()
     if not data or not ancillary:
         sys.exit()
     numbers = array.array("i")

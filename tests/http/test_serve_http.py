@@ -4,6 +4,7 @@ import contextlib
 import json
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.serving.frontend import bound, not_taken
+from cluster.serving.frontend import bound, listen
 from cluster.serving.startup_info import curl_hint, described, served_names
 from protos.config.engine import EngineConfig, ModelConfig, SpeculativeConfig
 from protos.errors import ConfigError
@@ -165,12 +166,25 @@ def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
             pass
 
 
-def test_a_port_that_was_taken_while_loading_is_one_line() -> None:
-    """Two sockets may be bound to a port until one listens."""
-    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", port := first.getsockname()[1]) as second:
-        first.listen()
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} "), not_taken("127.0.0.1", port):
-            second.listen()
+def test_of_two_servers_started_at_once_one_is_told_before_it_loads() -> None:
+    """Both loaded, and one of them failed then: a socket that does not listen kept nobody out."""
+    with bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} "), bound("127.0.0.1", port):
+            pass
+
+
+def test_a_port_can_be_had_again_at_once_though_its_connections_linger() -> None:
+    with bound("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        listen(listener, 8)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()  # who closes first waits a minute
+            client.recv(1)
+    with bound("127.0.0.1", port) as first, bound("127.0.0.1", port) as second:
+        listen(first, 8)
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} "):
+            listen(second, 8)
 
 
 def test_names_and_description(tmp_path: Path) -> None:

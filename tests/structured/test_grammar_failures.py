@@ -13,6 +13,7 @@ import torch
 
 from protos.draft import Draft
 from protos.errors import InvalidRequestError, failure
+from protos.grammars import fork
 from protos.grammars.fork import Refusal, framed
 from protos.grammars.host import GrammarHost, GrammarProcess, wait_for
 from protos.guidance import GrammarError
@@ -217,3 +218,13 @@ def test_an_answer_that_came_while_something_was_sent_is_not_waited_for() -> Non
         wait_for([process], 30.0)
         assert time.monotonic() - began < 15.0
         assert process.take(Refusal) == Refusal("no")
+
+
+def test_a_process_whose_parent_ended_before_it_read_ends_in_silence() -> None:
+    """It printed a traceback into the log of a server that was stopped while it loaded."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(framed(Refusal()))
+        ours.close()
+        with pytest.raises(SystemExit):
+            fork._received(theirs)
