@@ -22,7 +22,7 @@ class PrefixChoice:
         self._slack = slack
         self._owners = PrefixOwners()
         self._running: dict[str, set[str]] = {}  # request ids by replica
-        self._ended: deque[str] = deque(maxlen=ENDED)  # completed before `routed`
+        self._ended: deque[tuple[str, str]] = deque(maxlen=ENDED)  # requests, and replicas, completed before `routed`
 
     def preferred(self, keys: Sequence[str], among: Collection[str]) -> list[str]:
         """Return the owners of the longest known prefix *among* these replicas that are not too busy."""
@@ -36,18 +36,21 @@ class PrefixChoice:
     def routed(self, request_id: str, keys: Sequence[str], replica: str) -> None:
         """Record the replica of a request, and that it computes these prefixes."""
         self._owners.learn(keys, replica)
-        if request_id in self._ended:
-            self._ended.remove(request_id)
+        if (request_id, replica) in self._ended:
+            self._ended.remove((request_id, replica))
         else:
             self._running.setdefault(replica, set()).add(request_id)
 
     def completed(self, request_id: str, replica: str) -> None:
-        """Remove a request. In a slow proxy this may be called before `routed`."""
+        """Remove a request. In a slow proxy this may be called before `routed`.
+
+        It is also called for a replica that refused the request, which another one then gets.
+        """
         running = self._running.get(replica, set())
         if request_id in running:
             running.remove(request_id)
         else:
-            self._ended.append(request_id)
+            self._ended.append((request_id, replica))
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forget all other replicas."""

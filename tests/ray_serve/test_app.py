@@ -146,6 +146,17 @@ def test_a_prefix_is_worth_so_many_requests_more_and_no_more() -> None:
     assert choice.preferred(["short"], ["one", "two"]) == []
 
 
+def test_a_request_that_one_replica_refused_counts_at_the_one_that_took_it() -> None:
+    from cluster.ray_serve.choice import PrefixChoice
+
+    choice = PrefixChoice()
+    choice.completed("a", "full")  # Serve reports a refusal so
+    choice.routed("a", [], "other")
+    assert (choice.load("full"), choice.load("other")) == (0, 1)
+    choice.completed("a", "other")
+    assert choice.load("other") == 0
+
+
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from cluster.ray_serve.replica import with_keys
 
