@@ -18,6 +18,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from cluster.ray_serve import router
 from cluster.ray_serve.arguments import ServeArguments, ServerArguments
 from cluster.ray_serve.deployment import deployed, planned
+from cluster.ray_serve.refusals import leave_out_refusals
 from cluster.ray_serve.replica import Replica
 from protos import slipstream_v1_pb2 as pb
 from protos.config.engine import from_json, to_json
@@ -44,6 +45,7 @@ class Ingress:
     """
 
     async def __init__(self, config: str, settings: str) -> None:  # type: ignore[misc]  # as Serve takes it
+        leave_out_refusals()
         self._replica = Replica(from_json(config), ServerArguments.model_validate_json(settings))
         await self._replica.start()
         freeze_heap()

@@ -17,6 +17,7 @@ from ray.serve.request_router import (
 
 from cluster.ray_serve.affinity import keys_in
 from cluster.ray_serve.choice import SLACK, PrefixChoice
+from cluster.ray_serve.refusals import leave_out_refusals
 
 READY = "ready"
 """What replicas report to routers: whether they run requests now."""
@@ -42,6 +43,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Read the deployment's `request_router_kwargs`: `slack`."""
+        leave_out_refusals()
         self._choice = PrefixChoice(int(kwargs.pop("slack", SLACK)))
         super().initialize_state(**kwargs)  # type: ignore[no-untyped-call]
 

@@ -1,5 +1,7 @@
 """`serve deploy` of the shipped config: requests over HTTP and gRPC."""
 
+from pathlib import Path
+
 import grpc
 import httpx
 import openai
@@ -46,7 +48,7 @@ def test_grpc_says_the_same(served: Cluster, wanted: dict[str, str]) -> None:
     assert complete[0].usage.spec_draft_tokens > complete[0].usage.spec_accepted_tokens > 0
 
 
-def test_grpc_refuses_in_a_line(served: Cluster) -> None:
+def test_grpc_refuses_in_a_line(served: Cluster, folder: Path) -> None:
     with channel(served) as opened:
         stub = stubs.GenerationServiceStub(opened)
         errors = [
@@ -59,6 +61,10 @@ def test_grpc_refuses_in_a_line(served: Cluster) -> None:
     for error in errors:
         assert error.details()
         assert not any(word in error.details() for word in ("Traceback", "ray::", ".py", "\n"))
+    logs = folder / "session_latest/logs"
+    written = "".join(path.read_text() for path in (*logs.glob("worker-*.err"), *logs.glob("serve/*.log")))
+    assert "POST" in written or "CALL" in written, "Serve's access log"
+    assert "gRPCStatusError" not in written, "a traceback for every call that is refused"
 
 
 def test_grpc_tells_its_health_and_its_services(served: Cluster) -> None:
