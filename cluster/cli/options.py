@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -163,6 +164,12 @@ def _safety_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     variable = API_KEY_VARIABLE if name == "api_key" else None
     option = typer.Option(None, flag, help=text, show_default=False, envvar=variable, rich_help_panel=SAFETY_PANEL)
     return _parameter(name, list[str] | None if kind is tuple else kind | None, option)
+
+
+def check_key_variable() -> None:
+    """Raise `ConfigError` if the variable of the API keys is set without one: an empty secret opens no server."""
+    if not os.environ.get(API_KEY_VARIABLE, "unset").split():
+        raise ConfigError(f"{API_KEY_VARIABLE} is set, but has no key: unset it to serve without keys")
 
 
 def _config_parameter() -> inspect.Parameter:

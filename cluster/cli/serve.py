@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cluster.cli.env import version
-from cluster.cli.options import NO_GRPC
+from cluster.cli.options import NO_GRPC, check_key_variable
 from cluster.serving.grpc_server import GrpcOptions
 from cluster.serving.http_server import HttpOptions
 from cluster.serving.service import ServiceOptions, serve
@@ -37,6 +37,7 @@ def run(
         raise ConfigError(
             f"per_request_spec_decode_metrics must be one of {', '.join(levels)}, got {shown(spec_metrics)}"
         )
+    check_key_variable()
     http, grpc = _listen_options(servers)
     serve(
         config,

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster import assemble
 from cluster.channels import process_channel
 from cluster.cli.env import version
-from cluster.cli.options import API_KEY_VARIABLE
+from cluster.cli.options import API_KEY_VARIABLE, check_key_variable
 from cluster.ray.channel import RayChannel
 from cluster.ray.metrics import RayMetrics
 from cluster.ray.placement_provider import ReplicaPlacementGroup
@@ -137,7 +137,8 @@ def check(engine: EngineClient, heartbeat_timeout_s: float) -> None:
 
 
 def with_keys(settings: ServerArguments) -> ServerArguments:
-    """Add the API keys of this process's environment."""
+    """Add the API keys of this process's environment. Raises `ConfigError` if the variable is set without a key."""
+    check_key_variable()
     keys = tuple(os.environ.get(API_KEY_VARIABLE, "").split())
     return settings.model_copy(update={"api_key": (*settings.api_key, *keys)})
 

@@ -169,6 +169,9 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert keys.accepts("Bearer two")
     assert not keys.accepts("Bearer three")
     assert not keys.accepts(None)
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", " ")
+    with pytest.raises(ConfigError, match="is set, but has no key"):
+        with_keys(settings)
 
 
 def test_a_refusal_tells_no_value() -> None:

@@ -49,6 +49,13 @@ def test_flags_yaml_and_the_environment_say_the_same(monkeypatch: pytest.MonkeyP
     assert given_to_serve(monkeypatch) == SafetyOptions()
 
 
+def test_a_variable_without_a_key_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_serve, "serve", lambda *_: pytest.fail("served"))
+    for empty in ("", " "):
+        with pytest.raises(ConfigError, match="SLIPSTREAM_API_KEY is set, but has no key"):
+            CliRunner().invoke(cli.app, ["serve"], env={"SLIPSTREAM_API_KEY": empty}, catch_exceptions=False)
+
+
 def test_bad_options_are_refused_without_telling_keys() -> None:
     for given in (
         {"max_waiting_requests": 0},
