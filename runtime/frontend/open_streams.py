@@ -101,7 +101,7 @@ class OpenStreams:
             del self._streams[name]
             self._admission.leave(name)
             if self._metrics:
-                self._metrics.aborted(name)
+                self._metrics.dropped(name, "abort")
         if names and not self._has_ended:
             self._aborted.update(names)
             self._channel.send(Commands(aborts=tuple(names)))
@@ -109,5 +109,8 @@ class OpenStreams:
     def end(self, error: SlipstreamError) -> None:
         """Let every reader get *error* after what is queued. Nothing is sent to the controller afterwards."""
         self._has_ended = True
+        for name in self._streams:
+            if self._metrics:
+                self._metrics.dropped(name, "error")
         for stream in set(self._streams.values()):
             stream.fail(error)

@@ -184,11 +184,11 @@ class Metrics:
         self._generation_tokens.inc(count)
         self._totals.generated += count
 
-    def aborted(self, request_id: str) -> None:
-        """Count a request whose caller left."""
+    def dropped(self, request_id: str, reason: str) -> None:
+        """Count a request that ends without a last output: its caller left (abort), or the engine has ended (error)."""
         times = self._times.get(request_id)
         if times is not None:
-            self._ended(times, None, "abort")
+            self._ended(times, None, reason)
 
     def _ended(self, times: _RequestTimes, output: TokenOutput | None, reason: str) -> None:
         del self._times[times.request.request_id]

@@ -16,7 +16,9 @@ from protos.errors import EngineDeadError, InvalidRequestError, ModelError
 from protos.sampling import SamplingParams
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.process_channel import ProcessChannel
+from runtime.metrics.prometheus import Metrics
 from runtime.subprocess import python_command
+from tests.runtime.test_metrics import scraped
 from tests.support.serving import fake_engine
 from tests.support.serving.fake_engine import expected, local_engine, make_preprocessor
 
@@ -157,8 +159,8 @@ def test_a_failing_executor_ends_every_request_and_the_engine() -> None:
 @pytest.mark.parametrize("how", ["prompt", "signal"])
 def test_a_dead_child_is_noticed_at_once(how: str) -> None:
     async def check() -> None:
-        channel = process_channel(max_model_len=LONG)
-        async with started(AsyncEngine(channel, make_preprocessor)) as engine:
+        channel, metrics = process_channel(max_model_len=LONG), Metrics("m")
+        async with started(AsyncEngine(channel, make_preprocessor, metrics)) as engine:
             waiting = asyncio.create_task(text_of(engine, "endless", "long", max_tokens=LONG // 2))
             await until(lambda: engine.stats().num_running == 1)
             if how == "signal":
@@ -171,6 +173,11 @@ def test_a_dead_child_is_noticed_at_once(how: str) -> None:
                 with pytest.raises(EngineDeadError, match="signal 9" if how == "signal" else "exit code 9"):
                     await waiting
             assert not engine.is_alive
+        num_lost = 1 if how == "signal" else 2
+        counted = {
+            name: value for name, value in scraped(metrics).items() if name[0] == "slipstream_request_success_total"
+        }
+        assert {reason: value for (_, reason), value in counted.items() if value} == {"error": num_lost}
 
     run(check())
 

@@ -36,8 +36,8 @@ def test_requests_are_counted_under_both_prefixes() -> None:
     metrics.received(TokenOutput("a", [1, 2]))
     metrics.received(TokenOutput("a", [3, 4, 5], finish_reason="stop", queued_s=0.0))
     metrics.received(TokenOutput("b", [1], finish_reason="length"))
-    metrics.aborted("c")
-    metrics.aborted("a")
+    metrics.dropped("c", "abort")
+    metrics.dropped("a", "abort")
     metrics.received(TokenOutput("gone", [1], finish_reason="stop"))
     found = scraped(metrics)
     for prefix in ("vllm:", "slipstream_"):
@@ -172,8 +172,8 @@ def test_how_a_request_went_is_told_once() -> None:
         metrics.submitted(request(name))
     metrics.received(TokenOutput("a", [1, 2]))
     metrics.received(TokenOutput("a", [3], finish_reason="stop", speculation=SpeculationStats(2, 6, 1), queued_s=0.5))
-    metrics.aborted("a")
-    metrics.aborted("b")
+    metrics.dropped("a", "abort")
+    metrics.dropped("b", "abort")
     answered, aborted = ends
     assert (answered.request_id, answered.finish_reason, answered.queued_s) == ("a", "stop", 0.5)
     assert (answered.num_prompt_tokens, answered.num_output_tokens) == (3, 3)
