@@ -2,25 +2,24 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.worlds.costs import Seconds
+from benchmarks.worlds.engine import EndedRounds
 from protos.draft import PREDICTION
-from protos.messages import RoundPlan, Row, StepCosts, Verdict
+from protos.messages import Row, StepCosts, Verdict
 from runtime.core.sequence import Sequence as EngineSequence
 from runtime.policy.acceptance import WORKER_ALONE, Sources
-from runtime.policy.base import FinishedStep, Policy
 from tests.support.scheduling import decoding
 
 LIMIT = 8
 CHUNK, READ_S = 2048, 0.00002
 """Tokens that a draft reads in a round, and the seconds for each."""
-Seconds = Callable[[int], float]
-"""Of a step, by tokens."""
 
 
 @dataclass
-class Simulation:
+class Simulation(EndedRounds):
     """Rows with an acceptance rate each, on an engine whose rounds cost what *target* and *draft* return.
 
     A draft is *found* with this probability; a look-up finds nothing in many rounds. Rows with a number in *predicted*
@@ -30,7 +29,6 @@ class Simulation:
     the share *skipped* of those it is behind, and target rank 0 goes on without drafts.
     """
 
-    policy: Policy
     target: Seconds
     draft: Seconds
     noise: float = 0.1
@@ -43,8 +41,6 @@ class Simulation:
     skipped: float = 0.0
     unread: int = 0
     seed: int = 0
-    seconds: float = 0.0
-    num_tokens: int = 0
     ks: list[int] = field(default_factory=list)
     used: Counter[int] = field(default_factory=Counter)
     """Drafts from each source."""
@@ -73,7 +69,6 @@ class Simulation:
             drafts = [(source, 0 if source == self.sources.worker else k, rate) for source, k, rate in drafts]
         rows = [Row(key, 1, 1, 2, k, source=source) for key, (source, k, _) in enumerate(drafts)]
         verdicts = [self._verdict(key, 0 if self.unread else k, rate) for key, (_, k, rate) in enumerate(drafts)]
-        gained = sum(len(verdict.path) + 1 for verdict in verdicts)
         noise = 1 + self.noise * self.random.random()
         of_worker = [row.slot for row in rows if row.source == self.sources.worker and not is_behind]
         worker = [self._most(sequences[slot], self.sources.worker) for slot in of_worker]
@@ -81,9 +76,7 @@ class Simulation:
         draft_s = lookup_s + max(worker, default=0) * self.draft(sum(k > 0 for k in worker)) * noise
         draft_s += (self.way if any(worker) else 0.0) + num_read * READ_S
         seconds = draft_s + self.target(len(rows) + sum(verdict.proposed for verdict in verdicts)) * noise
-        self.policy.end_step(FinishedStep(RoundPlan(0, rows), verdicts, gained, draft_s, seconds, lookup_s))
-        self.seconds += seconds
-        self.num_tokens += gained
+        self.end_round(rows, verdicts, draft_s, seconds, lookup_s)
 
     def _most(self, sequence: EngineSequence, source: int) -> int:
         may_draft = source < len(self.sources) and self.sources.may_draft(source, sequence.request)
