@@ -5,7 +5,6 @@ Rounds correct both, and what was predicted from them (`allocation`). While spec
 (`switching`); while it is on, a round has another K now and then, 0 included, to know what that costs (`exploration`).
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from runtime.policy.exploration import Exploration, Hindsight, LookUp, loss, los
 from runtime.policy.pacing import DECIDING, LEARNING, IdleRounds, Pace, RoundKind, RunningLoad, Starting, Warming
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.switching import SMOOTHING, TRIAL_TOKENS, FirstRounds, Resuming, Switch, Trials
-
-logger = logging.getLogger(__name__)
 
 
 class AdaptivePolicy:
@@ -98,11 +95,11 @@ class AdaptivePolicy:
         self._end_idle(running)
         self._kind, had_drafts = self._next_kind(), self.current > 0
         self._decide_s, self._by_slot = 0.0, {}
-        if self._kind is not RoundKind.KEPT or (self._learns and self.current):
+        is_kept = self._kind is RoundKind.KEPT
+        if not is_kept or (self._learns and self.current):
             self._begin(running)
-        if self._kind is RoundKind.KEPT:
-            self._deciding.skip()
-            self._num_kept += 1
+        self._deciding.skip(int(is_kept))
+        self._num_kept += is_kept
         self._warming.count(drafts=self.current > 0)
         self._costs.catch_up.begin(running, drafted=had_drafts, drafts=self.current > 0)
         self._begin_s = self._clock() - began
@@ -215,6 +212,8 @@ class AdaptivePolicy:
             self._chosen.use(chosen_of_predictions(self._chooser, list(rows.values()), costs, self._rows.sources), rows)
         self._decide_s = self._clock() - began
         self._deciding.done(self._decide_s, self._round_s, DECIDING[self.current == 0], most=self._resuming.num_held)
+        if num_known > len(rows) and self._switch.is_on and not self.current:
+            self._deciding.advance()  # none pay beside a prompt, but they may in the next round
 
     def _may_draft(self, gain: float, num_rows: int, plain_s: float) -> bool:
         """Take the *gain* of draft tokens; return whether there may be any now."""
@@ -224,8 +223,7 @@ class AdaptivePolicy:
             if self._switch.is_on:
                 self._calibration.clear()
             self._resuming.clear()
-            logged = self._switch.state, num_rows, self._chooser.describe(), self.predicted_speedup
-            logger.info("speculation is %s: %d rows decode, %s, predicted speed-up %.2f", *logged)
+            self._switch.log(num_rows, self._chooser.describe())
             return self._switch.is_on
         return self._switch.is_on and not self._resuming.holds(self._catch_up_s, (1 - 1 / gain) * plain_s, num_rounds)
 

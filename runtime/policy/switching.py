@@ -1,10 +1,13 @@
 """Whether speculation is on, and when it is tried, at first and again while it is off."""
 
+import logging
 import math
 from collections import Counter
 from statistics import median
 
 from runtime.policy.base import OTHER_LOAD, WARMING_ROUNDS, is_other_load
+
+logger = logging.getLogger(__name__)
 
 SMOOTHING = 0.2  # weight of the newest round in the smoothed gain
 ON_ABOVE, OFF_BELOW = 1.03, 1.015
@@ -55,14 +58,15 @@ class Switch:
         self._missed = 0.0  # what the other state would have saved since it seems better, in plain rounds
 
     @property
-    def state(self) -> str:
-        """In words, after a change."""
-        return "on again" if self.is_on else "off"
-
-    @property
     def gain(self) -> float:
         """The smoothed gain: tokens per second relative to plain decoding."""
         return math.exp(self._log_gain)
+
+    def log(self, num_rows: int, acceptance: str) -> None:
+        """Log the state, what it was decided for, and the *acceptance* that was measured."""
+        state = "on again" if self.is_on else "off"
+        text = "speculation is %s: %d rows decode, %s, predicted speed-up %.2f"
+        logger.info(text, state, num_rows, acceptance, self.gain)
 
     def renew(self) -> None:
         """Note that the requests are others than when it was switched off."""

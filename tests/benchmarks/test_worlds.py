@@ -12,18 +12,19 @@ from benchmarks.worlds.costs import Noise, cpu, gpu
 from benchmarks.worlds.world import FixedPolicy, World, WorldPhase, compare, simulate
 
 BY_NAME = {world.name: world for world in worlds()}
-HELD = [
-    "cpu, 1 rows, half right",
-    "gpu, 8 rows, never right",
-    "gpu, 8 rows, mixed",
-    "slow cpu, 8 rows, never right, noise 30 %",
-]
+HELD = {
+    "cpu, 1 rows, half right": 0.97,
+    "gpu, 8 rows, never right": 0.97,
+    "gpu, 8 rows, mixed": 0.97,
+    "slow cpu, 8 rows, never right, noise 30 %": 0.97,
+    "cpu, 8 rows, half right": 1.08,  # 1.025 where a prompt in one step kept the next steps without draft tokens
+}
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_it_is_no_slower_than_plain_decoding(name: str) -> None:
+@pytest.mark.parametrize(("name", "least"), HELD.items())
+def test_it_is_no_slower_than_plain_decoding(name: str, least: float) -> None:
     """The figures do not depend on the machine, so there are no false alarms."""
-    assert compare(BY_NAME[name], 0).over_plain >= 0.97
+    assert compare(BY_NAME[name], 0).over_plain >= least
 
 
 def test_names_are_of_one_world_each() -> None:
