@@ -40,9 +40,11 @@ def summary(results: Sequence[WorldResult]) -> list[str]:
 
 
 def chosen(only: str | None, *, is_quick: bool) -> list[World]:
-    """Return the worlds whose name has one of the parts in *only*, separated by ";"."""
+    """Return the worlds whose name has one of the parts in *only*, separated by ";". Raises ValueError if none has."""
     parts = only.split(";") if only else [""]
     found = [world for world in worlds() if any(part in world.name for part in parts)]
+    if not found:
+        raise ValueError(f"no world's name has a part of {only!r}")
     return found[::QUICK_EVERY] if is_quick else found
 
 
@@ -59,10 +61,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=COUNT, default=2, help="processes")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     args = parser.parse_args()
+    try:
+        names = [world.name for world in chosen(args.only, is_quick=args.quick)]
+    except ValueError as error:
+        parser.error(str(error))
     results = []
     print(HEADER, flush=True)
     with ProcessPoolExecutor(args.jobs) as pool:
-        names = [world.name for world in chosen(args.only, is_quick=args.quick)]
         for result in pool.map(partial(compare_named, seed=args.seed), names):
             results.append(result)
             print(result, flush=True)

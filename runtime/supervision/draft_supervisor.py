@@ -251,7 +251,7 @@ class DraftSupervisor:
         if self._ready_ends >= {self._target, self.worker}:
             self._phase, self._served_since = DraftPhase.SERVING, self._watchdog.now
             self._num_failed_channels = 0
-            why = "started" if self._epoch == 1 else "revived"
+            why: DraftChange = "started" if self._epoch == 1 else "revived"
             self._change(why, f"{self.worker} serves, over draft channel {self._epoch}")
 
     def _channel_failed(self, worker: WorkerId, message: DraftChannelFailed) -> None:

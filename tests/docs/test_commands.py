@@ -121,8 +121,11 @@ def _python(words: Sequence[str]) -> None:
 
 
 def _check_options(path: Path, words: Sequence[str]) -> None:
-    """Options are strings in the script or in the files where several scripts have theirs."""
-    texts = [path.read_text(), *((ROOT / shared).read_text() for shared in SHARED_OPTIONS)]
+    """Options are strings in the script, that of a package included, or in the files where several have theirs."""
+    run = path.with_name("__main__.py")
+    of_package = [run] if path.name == "__init__.py" and run.exists() else []
+    files = [path, *of_package, *(ROOT / shared for shared in SHARED_OPTIONS)]
+    texts = [file.read_text() for file in files]
     known = set(re.findall(r'"(--[\w-]+)"', "".join(texts)))
     assert {word for word in words if word.startswith("--")} <= known, words
 
