@@ -8,7 +8,7 @@ import torch
 
 from protos.layers import Needs
 from protos.messages import Row, Verdict
-from workers.attention.batch import Ints
+from workers.attention.batch import Flags, Ints
 
 SLOT, GENERATION, FIRST, COUNT = range(4)
 
@@ -51,6 +51,19 @@ def kept(
             runs.append((row.slot, int(generation_S[row.slot]), first, len(places)))
             fed += places
     return np.array(runs, np.int64).reshape(-1, 4), np.array(fed, np.int64)
+
+
+def merged(known_KX: torch.Tensor | None, is_known_T: Flags, features_NX: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the features of known and draft tokens in the order of the batch; zeros where there are none."""
+    given = known_KX if known_KX is not None else features_NX
+    if given is None:
+        return None
+    features_TX = given.new_zeros(len(is_known_T), given.shape[1])
+    if known_KX is not None:
+        features_TX[torch.from_numpy(np.flatnonzero(is_known_T)).to(given.device)] = known_KX
+    if features_NX is not None:
+        features_TX[torch.from_numpy(np.flatnonzero(~is_known_T)).to(given.device)] = features_NX
+    return features_TX
 
 
 class Waiting:

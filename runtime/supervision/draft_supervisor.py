@@ -249,8 +249,7 @@ class DraftSupervisor:
             return
         self._ready_ends.add(worker)
         if self._ready_ends >= {self._target, self.worker}:
-            self._phase, self._served_since = DraftPhase.SERVING, self._watchdog.now
-            self._num_failed_channels = 0
+            self._phase, self._served_since, self._num_failed_channels = DraftPhase.SERVING, self._watchdog.now, 0
             why: DraftChange = "started" if self._epoch == 1 else "revived"
             self._change(why, f"{self.worker} serves, over draft channel {self._epoch}")
 

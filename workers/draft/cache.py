@@ -4,15 +4,15 @@ An *entry* is the K and V of one position. It is computed from the token there, 
 features (`Module.shift`).
 """
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import torch
 
 from protos.layers import Needs
 from workers.attention.batch import Batch, Flags, Ints, TreeMasks
-from workers.draft.block_validity import BlockValidity
-from workers.features import Waiting
+from workers.features import Waiting, merged
 from workers.model.draft_forward import DraftForward
-from workers.model.windowed_runner import WindowedRunner
 from workers.slots import SlotTable
 
 
@@ -177,7 +177,8 @@ class DraftCache:
         batch.tokens_T[~is_known_T] = tokens_N
         self.clip_to_vocab(batch.tokens_T)
         last_R, drafted_N = batch.offsets_R + end_R - first_R - 1, np.flatnonzero(~is_known_T)
-        features_TX = self._merged_features(slots_R, first_R, end_R, is_known_T, features_NX)
+        known_KX = self.waiting.between(slots_R, first_R, end_R) if self.needs == "all" else None
+        features_TX = merged(known_KX, is_known_T, features_NX)
         output_MX = self.forward.forward(batch, np.concatenate((last_R, drafted_N)), features_TX)
         self._record(slots_R, first_R, end_R)
         return output_MX[: len(last_R)], output_MX[len(last_R) :]
@@ -195,21 +196,6 @@ class DraftCache:
     def clip_to_vocab(self, tokens_T: Ints) -> Ints:
         """Clip, in place, ids that are not in the draft's smaller vocabulary."""
         return np.minimum(tokens_T, self.forward.loaded.vocab_size - 1, out=tokens_T)
-
-    def _merged_features(
-        self, slots_R: Ints, first_R: Ints, end_R: Ints, is_known_T: Flags, features_NX: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Return the features of known and draft tokens in the order of the batch; zeros where there are none."""
-        known_KX = self.waiting.between(slots_R, first_R, end_R) if self.needs == "all" else None
-        given = known_KX if known_KX is not None else features_NX
-        if given is None:
-            return None
-        features_TX = given.new_zeros(len(is_known_T), given.shape[1])
-        if known_KX is not None:
-            features_TX[torch.from_numpy(np.flatnonzero(is_known_T)).to(given.device)] = known_KX
-        if features_NX is not None:
-            features_TX[torch.from_numpy(np.flatnonzero(~is_known_T)).to(given.device)] = features_NX
-        return features_TX
 
     def _record(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> None:
         """Record that entries were fed."""
@@ -255,40 +241,59 @@ class DraftCache:
         self.held[slots_R] = end_R
 
 
-class TargetCache(DraftCache):
-    """The target's own cache, which a draft reads, and into which it drafts.
+class BlockValidity:
+    """Which positions of each block are valid: one run `begin .. filled` for each block and version of its content."""
 
-    The draft computes the newest known token and its draft tokens, at the places after those that the target has
-    computed. In the same round the target feeds these places itself, and writes K and V before it reads them. So
-    nothing that the draft wrote is ever read by the target, kept, or found as a prefix.
-    """
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._version: Ints = np.full(num_blocks, -1, np.int64)
+        self._begin: Ints = np.zeros(num_blocks, np.int64)
+        self._filled: Ints = np.zeros(num_blocks, np.int64)
 
-    def __init__(self, forward: DraftForward, slots: SlotTable) -> None:
-        super().__init__(forward, slots, "none", 0)
+    def prefix(self, blocks: Seq[int], versions: Seq[int]) -> int:
+        """Return how many leading positions of a sequence with these blocks are valid."""
+        held = 0
+        for block, version in zip(blocks, versions, strict=True):
+            if self._version[block] != version or self._begin[block]:
+                break
+            held += int(self._filled[block])
+            if self._filled[block] < self.block_size:
+                break
+        return held
 
-    def reach(self, slots_R: Ints) -> Ints:
-        """Return how many entries the target has: the draft computes none for it."""
-        computed_R: Ints = self.slots.computed[slots_R]
-        return computed_R
+    def run_before(self, blocks: Seq[int], versions: Seq[int], end: int) -> int:
+        """Return where the run of valid positions that ends at *end* begins; *end* if there is none."""
+        begin = end
+        while begin > 0:
+            i = (begin - 1) // self.block_size
+            block, base = blocks[i], i * self.block_size
+            if self._version[block] != versions[i] or base + self._filled[block] < begin:
+                break
+            begin = base + min(int(self._begin[block]), begin - base)
+            if begin > base:
+                break
+        return begin
 
-    def fits(self, slots_R: Ints, depths_R: Ints) -> Flags:
-        """Return where the target has computed all but the newest token, and the context has room."""
-        fits_R = super().fits(slots_R, depths_R)
-        fits_R &= self.reach(slots_R) == self.slots.known_len[slots_R] - 1
-        return fits_R
+    def mark(self, blocks_B: Ints, versions_B: Ints, first_B: Ints, end_B: Ints) -> None:
+        """Record that positions *first* to *end* of blocks are valid.
 
-    def refresh(self, slots_R: Ints) -> Ints:
-        """See `DraftCache.refresh`."""
-        held_R = self.reach(slots_R)
-        self.held[slots_R] = held_R
-        return held_R
+        Earlier ones stay valid if they reach up to *first*, and become invalid otherwise. Sequences that share a prefix
+        may name a block twice: what one of them marks counts for the next.
+        """
+        if len(np.unique(blocks_B)) == len(blocks_B):
+            self._mark(blocks_B, versions_B, first_B, end_B)
+        else:
+            for b in range(len(blocks_B)):
+                at = slice(b, b + 1)
+                self._mark(blocks_B[at], versions_B[at], first_B[at], end_B[at])
 
-    def _record(self, slots_R: Ints, first_R: Ints, end_R: Ints) -> None:
-        self.held[slots_R] = end_R
-
-
-def cache_of(forward: DraftForward, slots: SlotTable, needs: Needs, shift: int) -> DraftCache:
-    """Return the record of what the cache of *forward* holds, for the arguments of `DraftCache`."""
-    return (
-        TargetCache(forward, slots) if isinstance(forward, WindowedRunner) else DraftCache(forward, slots, needs, shift)
-    )
+    def _mark(self, blocks_B: Ints, versions_B: Ints, first_B: Ints, end_B: Ints) -> None:
+        """As `mark`, for blocks of which each is named once."""
+        begins_anew_B = (
+            (self._version[blocks_B] != versions_B)
+            | (self._filled[blocks_B] < first_B)
+            | (self._begin[blocks_B] > first_B)
+        )
+        anew = blocks_B[begins_anew_B]
+        self._version[anew], self._begin[anew] = versions_B[begins_anew_B], first_B[begins_anew_B]
+        self._filled[blocks_B] = end_B

@@ -17,9 +17,9 @@ from protos.draft_module import Level
 from protos.interfaces import Proposer
 from protos.layers import Needs
 from workers.attention.batch import Batch, Flags, Ints
-from workers.draft.cache import cache_of
 from workers.draft.early_stop import EarlyStop
 from workers.draft.sampling import DraftPositions, DraftSampler
+from workers.draft.target_cache import cache_of
 from workers.draft.trees import FedTree, add_level, block_masks, level_masks
 from workers.features import COUNT, FIRST, GENERATION, SLOT, Features
 from workers.model.draft_forward import DraftForward

@@ -9,7 +9,7 @@ import numpy as np
 from protos.progress import ProgressCallback
 from workers.compiled.warming import Compilable
 from workers.distributed.groups import Solo
-from workers.draft.cache import TargetCache
+from workers.draft.target_cache import TargetCache
 from workers.gpu.attention_torch import DeviceAttention, device_attention, most_rows
 from workers.gpu.choosing import SAMPLER_KINDS
 from workers.gpu.drafts.chain_loop import DraftProgram

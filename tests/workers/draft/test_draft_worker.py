@@ -16,7 +16,7 @@ from protos.draft import DraftRow
 from slipstream import SamplingParams
 from tests.support.identity import CROWDED, generate
 from tests.support.models.tiny_models import build
-from workers.draft.block_validity import BlockValidity
+from workers.draft.cache import BlockValidity
 from workers.draft.worker import DraftWorker
 
 

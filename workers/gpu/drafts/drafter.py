@@ -11,7 +11,7 @@ from proposers.draft_model import DraftModelProposer
 from proposers.shared.autoregressive import AutoregressiveProposer
 from proposers.shared.dynamic_tree import TreeShape
 from proposers.shared.heads import Heads, HeadsProposer
-from workers.draft.cache import TargetCache
+from workers.draft.target_cache import TargetCache
 from workers.gpu.attention_torch import DeviceAttention, device_attention
 from workers.gpu.drafts.beams_loop import BeamsLoop
 from workers.gpu.drafts.chain_loop import ChainLoop, DraftProgram
