@@ -68,8 +68,8 @@ class Engine(Protocol):
         """Abort requests; outputs of others that come of it are passed to *on_outputs*, before any later ones."""
         ...
 
-    def has_commands(self) -> bool:
-        """Whether aborts, or requests, came during a step and wait for another; `abort` of nothing runs it."""
+    def has_aborts(self) -> bool:
+        """Whether aborts came during a step and wait for another; `abort` of nothing runs it."""
         ...
 
     def step(self) -> list[TokenOutput]:
@@ -106,12 +106,12 @@ class LocalEngine:
         # Bound methods: one call less in the path of each step.
         self.put: Callable[[Sequence[Request]], None] = self._inbox.put
         self.step: Callable[[], list[TokenOutput]] = self.assembled.controller.step
-        self.stats, self.has_commands = self.assembled.controller.stats, self._inbox.has_commands
+        self.stats, self.has_aborts = self.assembled.controller.stats, self._inbox.has_aborts
         self.turn = threading.RLock()
         self._has_ended = False
 
     def abort(self, request_ids: Sequence[str], on_outputs: Callable[[list[TokenOutput]], None]) -> None:
-        """See `Engine`. During a step, as when a reader is collected within one, they wait for `has_commands`."""
+        """See `Engine`. During a step, as when a reader is collected within one, they wait for `has_aborts`."""
         self._inbox.put([Abort(tuple(request_ids))])
         if not self.turn.acquire(blocking=False):
             return
@@ -205,7 +205,7 @@ class ChannelEngine:
             with suppress(RuntimeError):  # as above
                 self._thread.send(Commands(aborts=tuple(request_ids)))
 
-    def has_commands(self) -> bool:
+    def has_aborts(self) -> bool:
         """See `Engine`. They are in the other process."""
         return False
 

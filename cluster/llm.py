@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from cluster import shadowing
@@ -261,8 +261,9 @@ class LLM:
             raise
         finally:
             self._engine.turn.release()
-        if self._engine.has_commands():  # aborts that came during the step
-            self._engine.abort((), self._distribute)
+        if self._engine.has_aborts():  # they came during the step
+            with suppress(EngineDeadError):  # the next step raises it, too
+                self._engine.abort((), self._distribute)
 
     def _distribute(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:

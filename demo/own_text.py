@@ -37,7 +37,7 @@ def load_or_write(target: Path, corpus: torch.Tensor, path: Path, count: int, pu
 def _stored(path: Path, purpose: str) -> torch.Tensor:
     """Return the ids `[N]` of all texts at *path*."""
     with safe_open(path, framework="pt") as file:
-        found = (file.metadata() or {}).get("purpose", purpose)
+        found = (file.metadata() or {}).get("purpose", "texts of unknown purpose")
         if found != purpose:
             raise TrainingError(f"{path} has {found}, not {purpose}: delete it, or give another folder with --work")
         ids: torch.Tensor = file.get_tensor("ids")

@@ -9,8 +9,8 @@ SpeculationState = Literal["off", "on", "paused", "no_draft"]
 """Not configured; drafting; paused by the policy; paused because the draft worker is lost."""
 
 DraftChange = Literal["started", "late", "in_time", "lost", "pair_lost", "targets_lost", "revived"]
-"""Why the draft worker entered or left service: "pair_lost" is of the draft channel, "targets_lost" of the
-target group."""
+"""Why the draft worker entered or left service: "pair_lost" is the end of its channel to the target, which is noticed
+before "lost" if the draft has died; "targets_lost" is that of the target group."""
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Bounds of the histogram of tokens per step."""

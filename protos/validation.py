@@ -111,16 +111,19 @@ def _numbers(cls: type) -> dict[str, str]:
     }
 
 
-def _booleans(path: str, value: object) -> Iterator[tuple[str, bool]]:
-    """Yield the booleans in *value*, which may be long, with their places."""
+def _booleans(path: str, value: object, depth: int = 3) -> Iterator[tuple[str, bool]]:
+    """Yield the booleans in *value*, which may be long, with their places; none deeper than *depth* lists."""
     if isinstance(value, bool):
         yield path, value
+    elif not depth:
+        return
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from (*_booleans(f"{path}[{key!r}]", key), *_booleans(f"{path}[{key!r}]", each))
+            for one in (key, each):
+                yield from _booleans(f"{path}[{key!r}]", one, depth - 1)
     elif isinstance(value, list | tuple | set | frozenset) and not {int, float, str}.issuperset(map(type, value)):
         for index, each in enumerate(value):
-            yield from _booleans(f"{path}[{index}]", each)
+            yield from _booleans(f"{path}[{index}]", each, depth - 1)
 
 
 def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[T]]:

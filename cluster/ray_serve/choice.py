@@ -44,7 +44,8 @@ class PrefixChoice:
     def completed(self, request_id: str, replica: str) -> None:
         """Remove a request. In a slow proxy this may be called before `routed`.
 
-        It is also called for a replica that refused the request, which another one then gets.
+        It is also called for a replica that refused the request, which another one then gets. Where the same replica
+        refuses it first and then takes it, the request is not counted.
         """
         running = self._running.get(replica, set())
         if request_id in running:

@@ -121,7 +121,7 @@ def _received(control: socket.socket) -> socket.socket | None:
         data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(array.array("i").itemsize))
     except TimeoutError:
         return None
-    except OSError:  # the parent ended before it read the answer
+    except ConnectionResetError:  # the parent ended before it read the answer
         sys.exit()
     if not data or not ancillary:
         sys.exit()

@@ -40,9 +40,9 @@ class LocalInbox:
         self.stopped = False
         self._commands: deque[Request | Abort] = deque()  # threads may add to it while it is read
 
-    def has_commands(self) -> bool:
-        """Whether commands wait for a step."""
-        return bool(self._commands)
+    def has_aborts(self) -> bool:
+        """Whether aborts wait for a step."""
+        return any(isinstance(command, Abort) for command in tuple(self._commands))
 
     def put(self, commands: Iterable[Request | Abort]) -> None:
         """Add commands for the next step."""

@@ -170,13 +170,14 @@ class AsyncEngine:
         self.check_open()
         return await self._preparation.in_thread(self.preprocessor.chat, messages, params, **options)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, is_truncated: bool = False
+    ) -> tuple[int, ...]:
         """See `EngineClient`."""
         if not text:
             return ()
-        return await self._preparation.in_thread(
-            self.preprocessor.tokenize, text, add_special_tokens=add_special_tokens
-        )
+        options = {"add_special_tokens": add_special_tokens, "is_truncated": is_truncated}
+        return await self._preparation.in_thread(self.preprocessor.tokenize, text, **options)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """See `EngineClient`."""

@@ -69,8 +69,13 @@ class EngineClient(Protocol):
         """Render a conversation to a prompt. Raises `InvalidRequestError`."""
         ...
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of *text*, which may be empty. Raises `InvalidRequestError`."""
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, is_truncated: bool = False
+    ) -> tuple[int, ...]:
+        """Return the ids of *text*, which may be empty, or longer than the context if the ids are truncated later.
+
+        Raises `InvalidRequestError`.
+        """
         ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

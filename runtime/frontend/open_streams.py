@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from protos.errors import InvalidRequestError, SlipstreamError, SlowReaderError
+from protos.errors import DrainingError, InvalidRequestError, SlipstreamError, SlowReaderError
 from protos.messages import Request, TokenOutput
 from runtime.frontend.admission import Admission
 from runtime.frontend.channel import Channel, Commands
@@ -109,8 +109,10 @@ class OpenStreams:
     def end(self, error: SlipstreamError) -> None:
         """Let every reader get *error* after what is queued. Nothing is sent to the controller afterwards."""
         self._has_ended = True
-        for name in self._streams:
-            if self._metrics:
-                self._metrics.dropped(name, "error")
+        if self._metrics:
+            for name in self._streams:
+                self._metrics.dropped(name, "abort" if isinstance(error, DrainingError) else "error")
         for stream in set(self._streams.values()):
+            if self._metrics:
+                self._metrics.turned_away(error)
             stream.fail(error)

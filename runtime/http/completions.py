@@ -105,7 +105,8 @@ async def completion_job(context: RouteContext, body: CompletionRequest) -> Comp
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
         content: Sequence[int] | str = prompt
         if prompt and isinstance(prompt, str) and body.add_special_tokens is False:
-            content = await context.engine.tokenize(prompt, add_special_tokens=False)
+            is_truncated = params.truncate_prompt_tokens is not None
+            content = await context.engine.tokenize(prompt, add_special_tokens=False, is_truncated=is_truncated)
         with body.structured_as_sent():
             groups.append(context.with_options(await context.engine.prepare(content, params, name), body))
         echoed = _echoed(prompt, groups[-1][0], context.texts) if body.echo else ""

@@ -73,7 +73,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
-    """Ignored: `--stream-pacing` hides the lengths of tokens."""
+    """Ignored: `--stream-pacing aggregate` hides the lengths of tokens."""
 
 
 class SpeculativeOptions(BaseModel):

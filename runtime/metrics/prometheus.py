@@ -65,7 +65,7 @@ class _RequestTimes:
     num_output_tokens: int = 0
 
     def end(self, output: TokenOutput | None, reason: str) -> RequestEnd:
-        """Return the times and counts of the ended request; *output* is None if it was aborted."""
+        """Return the times and counts of the ended request; *output* is None if there was no last one."""
         return RequestEnd(
             self.request.request_id,
             self.http_request_id,
@@ -213,7 +213,7 @@ class Metrics:
             self._inference.observe(max(0.0, times.last - times.submitted - queued_s))
 
     def turned_away(self, error: SlipstreamError) -> None:
-        """Count a request that was refused, or dropped because of its deadline or a slow reader."""
+        """Count a request that was refused, or dropped while it ran."""
         for kind, reason in TURNED_AWAY_AS.items():
             if isinstance(error, kind):
                 self._turned_away[reason].inc()

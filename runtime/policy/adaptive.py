@@ -16,7 +16,7 @@ from runtime.policy.acceptance import WORKER_ALONE, Asked, DecodingRow, Decoding
 from runtime.policy.allocation import Calibration
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import Chooser, Chosen, chosen_of_predictions, record
-from runtime.policy.exploration import Exploration, Hindsight, LookUp, loss, lost, num_explored
+from runtime.policy.exploration import Exploration, Hindsight, LookUp, loss, lost_in, num_explored
 from runtime.policy.pacing import DECIDING, LEARNING, IdleRounds, Pace, RoundKind, RunningLoad, Starting, Warming
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.switching import SMOOTHING, TRIAL_TOKENS, FirstRounds, Resuming, Switch, Trials
@@ -182,9 +182,9 @@ class AdaptivePolicy:
     def _explored(self, num_rows: int, num_known: int) -> int | None:
         """Return the number of draft tokens to try in this round; None where it costs too much."""
         usual, costs, gain = max(self._chosen.typical), self._costs.of(num_known, num_rows), self._switch.gain
-        catch_up_s, usual_s = self._costs.catch_up.read_s(num_rows), self._calibration.usual_s
+        token_each_s, usual_s = self._costs.catch_up.read_s(num_rows), self._calibration.usual_s
         k = self._exploration.choose(usual, gain)
-        each_s = loss(k, usual, num_rows, costs, gain=gain, catch_up_s=catch_up_s, usual_s=usual_s)
+        each_s = loss(k, usual, num_rows, costs, gain=gain, catch_up_s=token_each_s, usual_s=usual_s)
         if not self._trials.pay(self._catch_up_s + num_explored(k) * each_s, resumes=not self.current):
             return None
         self._exploration.begin(k)
@@ -248,7 +248,7 @@ class AdaptivePolicy:
         if self._kind is RoundKind.IDLE:
             self._idle.add(step)
             return
-        if step.plan.decodes:
+        if step.plan.decodes or not self._round_s:
             self._round_s += (step.seconds - self._round_s) * (SMOOTHING if self._round_s else 1.0)
             if self._switch.is_on and not self._warming.is_on:
                 self._calibration.observe(len(step.plan.rows), step.num_tokens, step.seconds)
@@ -282,7 +282,7 @@ class AdaptivePolicy:
         if self.current and self._costs.is_plain_in_doubt(num_known):
             self._exploration.doubt(self._switch.gain)
         seconds, plain_s = step.seconds - self._begin_s, self._costs.of(num_known).plain()
-        lost_s = lost(step, seconds, plain_s)
+        lost_s = lost_in(step, seconds, plain_s)
         self._first.end_round(lost_s - catch_up_s, plain_s)
         if catching_up and not (self._warming.is_on or any(verdict.proposed for verdict in step.verdicts)):
             self._trials.prolong()

@@ -69,7 +69,7 @@ def loss(
     return LOST * drafting * abs(others_s - all_s) + (1 - drafting) * max(0.0, others_s - plain_s)
 
 
-def lost(step: FinishedStep, seconds: float, plain_s: float) -> float:
+def lost_in(step: FinishedStep, seconds: float, plain_s: float) -> float:
     """Return the seconds that a *step* of so many *seconds* lost against plain rounds, which take *plain_s*."""
     if not step.plan.decodes:
         return step.draft_s  # prompts take long anyway

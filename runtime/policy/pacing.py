@@ -25,7 +25,7 @@ class RoundKind(Enum):
     """What the adaptive policy does in a round."""
 
     FIRST = auto()
-    """Draft, whether it seems to pay or not: it is one of the engine's first rounds."""
+    """One of the engine's first rounds: all but the last few draft, whether it seems to pay or not."""
     TRIAL = auto()
     """Try drafts while speculation is off."""
     EXPLORE = auto()

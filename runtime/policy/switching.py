@@ -225,8 +225,8 @@ class Trials:
 class Resuming:
     """When draft tokens come back after rounds without, while speculation is on.
 
-    That is once they would have saved what the draft reads first (see `Switch`): a load of few rows may end before.
-    What one round saves is not worth deciding once more.
+    That is once they would have saved the time in which the draft catches up (see `Switch`): a load of few rows may end
+    before. What one round saves is not worth deciding once more.
 
     Attributes:
         num_held: for how many rounds they are held back; 0: they are not.

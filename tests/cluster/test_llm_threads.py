@@ -113,6 +113,18 @@ def test_what_an_abort_brings_is_kept_for_its_readers_before_another_thread_step
     assert [found] == answer(llm, PROMPTS[1:2])
 
 
+def test_an_answer_that_has_come_is_returned_though_the_engine_ends_with_an_abort_after_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise EngineDeadError("out of luck")
+
+    monkeypatch.setattr(llm._engine, "has_aborts", lambda: True)
+    monkeypatch.setattr(llm._engine, "abort", fail)
+    (output,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert output.finished
+
+
 def test_an_abort_during_the_last_step_of_another_thread_frees_its_place_at_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

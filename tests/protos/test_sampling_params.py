@@ -170,3 +170,10 @@ def test_a_clone_is_equal() -> None:
     copied = params.clone()
     assert copied == params
     assert copied is not params
+
+
+def test_a_list_that_contains_itself_is_refused_as_any_other() -> None:
+    ids: list[object] = [1]
+    ids.append(ids)
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=ids)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.errors import EngineDeadError, InvalidRequestError, ModelError
+from protos.errors import DrainingError, EngineDeadError, InvalidRequestError, ModelError
 from protos.sampling import SamplingParams
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.process_channel import ProcessChannel
@@ -211,15 +211,24 @@ def test_progress_is_reported_and_nothing_is_left_over() -> None:
     run(check())
 
 
-def test_closing_ends_streams_in_flight() -> None:
+@pytest.mark.parametrize(
+    ("drains", "error", "reason"), [(False, EngineDeadError, "error"), (True, DrainingError, "abort")]
+)
+def test_closing_ends_streams_in_flight(drains: bool, error: type[Exception], reason: str) -> None:
     async def check() -> None:
-        engine = local_engine(max_model_len=LONG)
+        metrics = Metrics("m")
+        engine = AsyncEngine(process_channel(max_model_len=LONG), make_preprocessor, metrics)
         await engine.start()
         waiting = asyncio.create_task(text_of(engine, "endless", "long", max_tokens=LONG // 2))
         await until(lambda: engine.stats().num_running == 1)
+        if drains:
+            engine.drain()
         await engine.close()
-        with pytest.raises(EngineDeadError, match="shut down"):
+        with pytest.raises(error, match=r"shut down|stopped"):
             await waiting
+        found = scraped(metrics)
+        assert found["slipstream_request_success_total", reason] == 1
+        assert found["slipstream_requests_turned_away_total", "draining"] == drains
 
     run(check())
 

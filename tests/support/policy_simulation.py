@@ -1,4 +1,4 @@
-"""A simulated engine for policies, whose costs and acceptance are known."""
+"""A simulated engine for policies, whose costs and acceptance are known. It shares parts with `benchmarks.worlds`."""
 
 import random
 from collections import Counter

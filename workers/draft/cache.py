@@ -80,13 +80,13 @@ class DraftCache:
         """Update and return the number of valid entries of slots, after the last verdict or for new sequences."""
         generation_R = self.slots.generation[slots_R]
         is_new_R = self._last_generation[slots_R] != generation_R
+        if self.needs != "all":
+            self._keep_accepted(slots_R[~is_new_R])
         for slot in slots_R[is_new_R].tolist():
             self.start_if_new(slot)
         most_R = np.maximum(0, self.ends(slots_R) - 1)
         if self.needs == "all":  # features that were fed or lost are gone
             most_R = np.maximum(most_R, np.array([self.waiting.base(slot) for slot in slots_R.tolist()], np.int64))
-        else:
-            self._keep_accepted(slots_R[~is_new_R])
         self._num_fed[slots_R] = 0
         held_R = self.forward.resumes_at(slots_R, generation_R, np.minimum(self.held[slots_R], most_R))
         self.held[slots_R] = held_R

@@ -195,6 +195,8 @@ def test_special_tokens_of_a_prompt_can_be_left_out(served: Served, monkeypatch:
         assert choice["text"].startswith(PROMPT)
         (choice,) = served.post(**asked, prompt=[5, 6]).json()["choices"]
         assert choice["prompt_token_ids"] == [5, 6]
+        long = served.post(prompt="x " * 50_000, truncate_prompt_tokens=2, max_tokens=1, add_special_tokens=adds)
+        assert long.status_code == 200
 
 
 @pytest.mark.parametrize(("sent", "seed"), [(-1, None), (-2, 2**64 - 2), (7, 7), (None, None)])
