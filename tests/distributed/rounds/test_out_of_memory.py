@@ -86,7 +86,7 @@ DRAFT_PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "draft loop": (DraftWorker, "extend", lambda *_: True),
 }
 FEATURE_PHASES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "features": (TargetWorker, "kept", lambda *_: True),
+    "features": (TargetWorker, "kept_features", lambda *_: True),
     "features taken": (DraftWorker, "receive", lambda *_: True),
 }
 
