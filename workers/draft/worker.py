@@ -91,7 +91,7 @@ class DraftWorker:
         """
         lag = dict(zip(slots, self.cache.lacking(np.array(slots, np.int64)).tolist(), strict=True))
         near, self.left = [], self.max_catch_up
-        for i in np.flatnonzero(self._fits(rows)).tolist():
+        for i in np.flatnonzero(self._fits(rows, _slots(rows))).tolist():
             fed = max(0, lag[rows[i].slot]) + 1
             if fed <= min(self.left, MAX_LAG):
                 near.append(i)
@@ -281,7 +281,7 @@ class DraftWorker:
         """Return the rows that can catch up in this round; feed a part of the first that cannot."""
         slots_R, ready, self.left = _slots(rows), [], self.max_catch_up
         fed = (self.cache.lacking(slots_R) + 1).tolist()
-        for i in np.flatnonzero(self._fits(rows)).tolist():
+        for i in np.flatnonzero(self._fits(rows, slots_R)).tolist():
             if fed[i] <= self.left:
                 ready.append(i)
                 self.left -= fed[i]
@@ -291,9 +291,9 @@ class DraftWorker:
                 self.left = 0
         return ready
 
-    def _fits(self, rows: Seq[DraftRow]) -> Flags:
+    def _fits(self, rows: Seq[DraftRow], slots_R: Ints) -> Flags:
         """Return where the draft has room for what a row wants, and the features to begin with."""
-        return self.cache.fits(_slots(rows), np.array([row.max_chain for row in rows], np.int64))
+        return self.cache.fits(slots_R, np.array([row.max_chain for row in rows], np.int64))
 
 
 def _slots(rows: Seq[DraftRow]) -> Ints:
