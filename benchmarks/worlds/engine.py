@@ -16,6 +16,8 @@ MOST_LAG = 16
 """A row drafts while it lacks fewer tokens than this, where the draft has a device of its own."""
 LOOK_S = 1e-5
 """A policy's work from one look at its clock to the next takes so long at least."""
+SHARES = (0.5, 1.5)
+"""Least and most tokens of an answer, relative to the usual number."""
 TOKENS = [(1,) * number for number in range(66)]
 """Tokens that a row gains, all alike, by how many there are."""
 
@@ -91,7 +93,7 @@ class WorldEngine(EndedRounds):
         costs: of its rounds.
         noise: of their seconds.
         clock: of the policy.
-        prompt, answer: tokens of each request.
+        prompt, answer: tokens of each request; of answers, the usual number.
         levels: how many levels a draft of so many tokens has.
         seed: of the text and the noise.
 
@@ -139,7 +141,9 @@ class WorldEngine(EndedRounds):
     def _next(self, share: float) -> TextRow:
         """Return the next request, with a *share* of the usual answer left."""
         self._num_came += 1
-        answer = max(2, round(self.answer * share))
+        dice = random.Random(f"{self.seed} {self._num_came}")
+        # With answers of one length, plain decoding would read one prompt a step, and drafts would break that up.
+        answer = max(2, round(self.answer * share * dice.uniform(*SHARES)))
         request = Request(str(self._num_came), (1,) * self.prompt, SamplingParams(), Sampling(seed=0), answer)
         sequence = EngineSequence(
             request,
@@ -150,7 +154,6 @@ class WorldEngine(EndedRounds):
             key=self._num_came,
             num_cached_tokens=0,
         )
-        dice = random.Random(f"{self.seed} {self._num_came}")
         return TextRow(sequence, [dice.random() for _ in range(answer + 1)])
 
     def _round(self) -> None:

@@ -126,7 +126,6 @@ class AdaptivePolicy:
             self._calibration.fade(1 + idle.num_rounds)
         self._learn_idle(idle)
         self._trials.add(idle.num_rounds, idle.seconds)
-        self._costs.catch_up.count_tokens(idle.num_rounds, idle.num_prompt_tokens, idle.num_tokens)
         if idle.is_renewed or self._decided.is_other(running) or self._rows.are_newly_predicted(running, self._chosen):
             self._deciding.advance()
         idle.end(running)
@@ -152,6 +151,7 @@ class AdaptivePolicy:
                 self._switch.renew()
             self._decided = RunningLoad.of(running)
             self._catch_up_s = 0.0 if self.current else self._costs.catch_up.needed_s(running)
+            self._costs.ended.update(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
         if self.current:
             self._by_slot = self._chosen.asked(running, rows)
@@ -201,7 +201,7 @@ class AdaptivePolicy:
         began = self._clock()
         costs = self._costs.of(num_known, len(rows))
         best = self._chooser.choose(list(rows.values()), costs)
-        gain = best.gain * self._calibration.factor if best.k_RS.any() else 1.0
+        gain = best.usual_gain(len(rows), costs) * self._calibration.factor if best.k_RS.any() else 1.0
         if self._may_draft(gain, len(rows), costs.plain()):
             if self.current and not self._chosen.is_decided:
                 self._trials.restore_share()  # the round before tried what pays

@@ -37,12 +37,26 @@ class Allocation:
         tokens: expected tokens of the round, those of the target included.
         seconds: of the round.
         gain: tokens per second, relative to a round without draft tokens.
+        scored: expected draft tokens.
     """
 
     k_RS: Ints
     tokens: float
     seconds: float
     gain: float
+    scored: float = 0.0
+
+    def usual_gain(self, num_sampling: int, costs: RoundCosts) -> float:
+        """Return the gain, unless it is a loss once the usual prompts of *num_sampling* rows are counted.
+
+        Draft tokens and prompts use the same tokens that a GPU computes for nothing: where prompts use them in most
+        steps, draft tokens only seem to be free in the others.
+        """
+        target_s = costs.target.beyond(costs.num_known + self.scored) - costs.prefill_s
+        seconds = self.seconds - target_s + costs.with_usual_prompts(num_sampling, self.scored, self.tokens)
+        plain_s = costs.with_usual_prompts(num_sampling, 0, num_sampling)
+        usual = self.tokens / seconds * plain_s / num_sampling
+        return self.gain if usual > 1 else usual
 
 
 class Calibration:
@@ -173,10 +187,10 @@ def allocate(offers: Seq[Offer], num_sampling: int, costs: RoundCosts) -> Alloca
     plain_s = costs.plain()
     if may_pay(offers, num_sampling, costs):
         slots = _Slots.of(offers)
-        taken_N, tokens, seconds = slots.best(num_sampling, costs)
+        taken_N, tokens, seconds, scored = slots.best(num_sampling, costs)
         gain = tokens / seconds * plain_s / num_sampling
         if gain > 1:
-            return Allocation(slots.count(taken_N), tokens, seconds, gain)
+            return Allocation(slots.count(taken_N), tokens, seconds, gain, scored)
     return Allocation(np.zeros((len(offers[0].limits_R), len(offers)), np.int64), num_sampling, plain_s, 1.0)
 
 
@@ -219,8 +233,8 @@ class _Slots:
         place_N = order_N[: np.count_nonzero(worth_SRD >= 0)]
         return _Slots(shape, place_N, levels_SRD.ravel()[place_N], sums_FSRD.reshape(6, -1)[:, place_N])
 
-    def best(self, num_sampling: int, costs: RoundCosts) -> tuple[Flags, float, float]:
-        """Return which slots have the highest rate, whatever the levels, and the tokens and the seconds with them."""
+    def best(self, num_sampling: int, costs: RoundCosts) -> tuple[Flags, float, float, float]:
+        """Return which slots have the highest rate, whatever the levels; their tokens, seconds and tokens scored."""
         levels_L = np.flatnonzero(np.bincount(self.levels_N))
         is_within_LN = self.levels_N <= levels_L[:, None]
         sums_FLN = np.cumsum(self.sums_FN[:, None] * is_within_LN, axis=2)
@@ -235,7 +249,8 @@ class _Slots:
             seconds_LN += levels_s_L[:, None] * costs.draft.expected(drafting_LN, idle_LN)
         level, index = divmod(int(np.argmax(tokens_LN / seconds_LN)), len(self.levels_N))
         is_taken_N = is_within_LN[level] & (np.arange(len(self.levels_N)) <= index)
-        return is_taken_N, float(tokens_LN[level, index]), float(seconds_LN[level, index])
+        tokens, seconds, scored = (float(each_LN[level, index]) for each_LN in (tokens_LN, seconds_LN, scored_LN))
+        return is_taken_N, tokens, seconds, scored
 
     def count(self, is_taken_N: Flags) -> Ints:
         """Return how many slots are taken of each row and source, `[R, S]`."""

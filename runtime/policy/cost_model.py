@@ -111,6 +111,12 @@ class CostCurve:
         """Return the predicted seconds for one size."""
         return float(self._seconds_N[min(size, self.largest)])
 
+    def beyond(self, size: float) -> float:
+        """Return the predicted seconds for an expected size. Above the largest they rise as in the upper half."""
+        middle = self.largest // 2
+        rise_s = (self.at(self.largest) - self.at(middle)) / max(1, self.largest - middle)
+        return float(self.between(np.array(size))) + max(0.0, rise_s) * max(0.0, size - self.largest)
+
     def least_each(self, largest: int) -> float:
         """Return the fewest seconds for each unit of the sizes from 1 to *largest*."""
         sizes = np.arange(1, largest + 1)
@@ -211,6 +217,19 @@ def _bins(largest: int) -> Ints:
 
 
 @dataclass(frozen=True)
+class UsualPrompts:
+    """Prompts of the requests that ended lately, without what was in the prefix cache.
+
+    Attributes:
+        length: tokens, on average.
+        ratio: tokens for each token of an answer.
+    """
+
+    length: float = 0.0
+    ratio: float = 0.0
+
+
+@dataclass(frozen=True)
 class RoundCosts:
     """Seconds of the rounds that are compared.
 
@@ -223,6 +242,7 @@ class RoundCosts:
         prefill_s: what the round takes longer for prompt chunks, whatever is drafted. It is no part of the seconds that
             are compared: otherwise draft tokens would seem cheap in a round that is slow anyway.
         prompts_s: what drafting spends on prompts, for each token of an answer; from predictions, nothing.
+        prompts: that the target usually reads.
     """
 
     target: CostCurve
@@ -232,6 +252,7 @@ class RoundCosts:
     num_known: int
     prefill_s: float = 0.0
     prompts_s: float = 0.0
+    prompts: UsualPrompts = UsualPrompts()
 
     def plain(self) -> float:
         """Return the seconds without draft tokens."""
@@ -253,6 +274,19 @@ class RoundCosts:
         plain_s = self.target.at(self.num_known)
         scored_s_M = self.target.expected(num_scored_M, log_nothing_M, at_least=self.num_known, otherwise_s=plain_s)
         return scored_s_M - self.prefill_s
+
+    def with_usual_prompts(self, num_sampling: int, num_scored: float, num_tokens: float) -> float:
+        """Return the seconds of the target on average, those for prompts included.
+
+        Args:
+            num_sampling: rows that decode.
+            num_scored: draft tokens.
+            num_tokens: that the rows gain. The more they are, the sooner other requests come, with their prompts.
+        """
+        num_decoding, num_prompts = num_sampling + num_scored, self.prompts.ratio * num_tokens
+        chunk = max(self.prompts.length, num_prompts)  # of the steps that read any
+        share = num_prompts / max(1.0, chunk)
+        return (1 - share) * self.target.beyond(num_decoding) + share * self.target.beyond(num_decoding + chunk)
 
     def drafting(self, depth: int, num_rows: int) -> float:
         """Return the seconds for drafts of *depth* levels for *num_rows* rows, for which all sources are asked.

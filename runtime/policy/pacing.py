@@ -147,7 +147,6 @@ class IdleRounds:
         rounds: tokens and seconds of those since `end` was called last.
         learnt: the last steps of them, of which acceptance is learnt: with many rows, one step shows enough.
         last: the very last steps of them in which all rows decoded.
-        num_prompt_tokens: what they read of prompts.
         is_predicted: whether a request had a prediction to follow when `end` was called last.
         is_renewed: whether they end since the requests are others.
     """
@@ -176,11 +175,6 @@ class IdleRounds:
         return self._load.num_running
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all of them."""
-        return sum([num_tokens for num_tokens, _ in self.rounds])
-
-    @property
     def seconds(self) -> float:
         """Seconds of all of them."""
         return sum([seconds for _, seconds in self.rounds])
@@ -192,7 +186,7 @@ class IdleRounds:
         self.is_renewed = False
         self._load, self.is_predicted = RunningLoad.of(running), self._are_predicted(running)
         self._decided: RunningLoad | None = None
-        self._num_left = self._num_other = self.num_prompt_tokens = 0
+        self._num_left = self._num_other = 0
         self.rounds = []
         self.learnt, self.last = deque(maxlen=0), deque(maxlen=TYPICAL_OF)
 
@@ -228,7 +222,6 @@ class IdleRounds:
     def add(self, step: FinishedStep) -> None:
         """Add an idle round."""
         self.rounds.append((step.num_tokens, step.seconds))
-        self.num_prompt_tokens += step.num_prompt_tokens
         self.learnt.append(step)
         if step.plan.decodes:
             self.last.append(step)

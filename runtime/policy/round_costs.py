@@ -9,7 +9,7 @@ from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.acceptance import NOT_ASKED, WORKER_ALONE, Asked, Sources
 from runtime.policy.base import FinishedStep
-from runtime.policy.cost_model import CostCurve, RoundCosts
+from runtime.policy.cost_model import CostCurve, RoundCosts, UsualPrompts
 
 FREE = {1: 0.0}
 FIRST_LEVEL = 2.0
@@ -17,8 +17,8 @@ FIRST_LEVEL = 2.0
 messages of the round are part of it."""
 AGED, AGED_OFF = 0.8, 0.25
 """Share of earlier rounds that counts on for sizes that were not run, when others are tried: while it is on, off."""
-PROMPTS_KEPT = 1 - 1 / 512
-"""Weight of earlier rounds in how long prompts and answers are."""
+ENDED_KEPT = 1 - 1 / 128
+"""Weight of requests that ended earlier in how long prompts and answers usually are."""
 LONGEST_CATCH_UP = 64
 """Rounds that a draft catches up for at most: rows without a draft after that have none for another reason."""
 DRAFTED_KEPT = 0.9
@@ -58,15 +58,36 @@ class Round:
     got_none: bool = False
 
 
-class CatchUp:
-    """What drafting spends on tokens that the draft has not read: prompts, and what came while it did not draft.
-
-    Tokens are counted in all rounds, seconds where there are drafts: with other requests than when drafts were tried
-    last, it is known what their prompts would take.
-    """
+class EndedRequests:
+    """How long prompts and answers of requests are that ended. Of running ones it is not known."""
 
     def __init__(self) -> None:
-        self._num_prompts = self._num_answered = 0.0  # tokens of prompts and of answers
+        self._running: dict[int, Sequence] = {}
+        self._number = self._num_prompts = self._num_answered = 0.0  # requests, their prompt tokens and answers' tokens
+
+    @property
+    def prompts(self) -> UsualPrompts:
+        """Their prompts; none if no request ended yet."""
+        return UsualPrompts(
+            self._num_prompts / max(1.0, self._number), self._num_prompts / max(1.0, self._num_answered)
+        )
+
+    def update(self, running: Seq[Sequence]) -> None:
+        """Count those that ended since the last call. Requests that came since, and ended, too, are left out."""
+        now = {one.key: one for one in running}
+        for key in self._running.keys() - now.keys():
+            one = self._running[key]
+            length = len(one.request.prompt_token_ids)
+            self._number = ENDED_KEPT * self._number + 1
+            self._num_prompts = ENDED_KEPT * self._num_prompts + length - (one.num_cached_tokens or 0)
+            self._num_answered = ENDED_KEPT * self._num_answered + len(one.token_ids) - length
+        self._running = now
+
+
+class CatchUp:
+    """What drafting spends on tokens that the draft has not read: prompts, and what came while it did not draft."""
+
+    def __init__(self) -> None:
         self._seconds = self._num_read = 0.0  # of all tokens read
         self._read: dict[int, int] = {}  # tokens of each sequence when drafts ended, by its key
         self._num_lacking = 0  # when drafts began in this round, else 0
@@ -82,11 +103,6 @@ class CatchUp:
     def may_go_on(self) -> bool:
         """Whether it is believed that rows without a draft lack one because it catches up."""
         return self._num_rounds_left > 0
-
-    @property
-    def token_s(self) -> float:
-        """Seconds for prompts, for each token of an answer, on average."""
-        return self._num_prompts / max(1.0, self._num_answered) * self.read_s(1)
 
     def read_s(self, num_tokens: int) -> float:
         """Return the seconds for so many tokens."""
@@ -106,15 +122,8 @@ class CatchUp:
             self._read = {one.key: len(one.token_ids) for one in running}
         self._num_lacking = self._lacking(running) if drafts and not drafted else 0
 
-    def count_tokens(self, num_rounds: int, num_prompts: int, num_answered: int) -> None:
-        """Count the tokens of prompts that rounds read, and those of answers."""
-        kept = PROMPTS_KEPT**num_rounds
-        self._num_prompts = kept * self._num_prompts + num_prompts
-        self._num_answered = kept * self._num_answered + num_answered
-
-    def count(self, num_prompts: int, num_answered: int, *, goes_on: bool) -> None:
-        """Count the tokens of prompts that a round read, and those of answers; *goes_on* if a row has no draft yet."""
-        self.count_tokens(1, num_prompts, num_answered)
+    def count(self, num_prompts: int, *, goes_on: bool) -> None:
+        """Count the tokens of prompts that a round read; *goes_on* if a row has no draft yet."""
         is_new = num_prompts > 0 or self._num_lacking > 0
         self._num_rounds_left = max(0, self._num_rounds_left - 1) if goes_on and not is_new else LONGEST_CATCH_UP
         self._is_unread = is_new or (goes_on and self.may_go_on)
@@ -149,7 +158,7 @@ class RoundCostModel:
     ) -> None:
         self._max_tokens, self._max_rows, self._max_depth = max_tokens, max_rows, max_depth
         self._sources = sources
-        self.catch_up = CatchUp()
+        self.catch_up, self.ended = CatchUp(), EndedRequests()
         self._lookups = CostCurve({} if sources.predicts else FREE, max_rows)
         self.revise(StepCosts({}) if costs is None else costs)
         levels = {depth: FIRST_LEVEL - 1 + depth for depth in range(1, max_depth + 1)}
@@ -215,7 +224,7 @@ class RoundCostModel:
         num_prompts, goes_on = step.num_prompt_tokens, depth > 0 and self._goes_on(step, depth)
         if depth and (num_prompts or goes_on or self.catch_up.is_pending):
             self.catch_up.observe(num_prompts, self.catching_up_s(step, depth))
-        self.catch_up.count(num_prompts, step.num_tokens, goes_on=goes_on)
+        self.catch_up.count(num_prompts, goes_on=goes_on)
 
     def _goes_on(self, step: FinishedStep, depth: int) -> bool:
         """Whether a row has no draft, and not because target rank 0 did not wait for it."""
@@ -253,7 +262,8 @@ class RoundCostModel:
         known = min(num_known, max(decoding, self._max_tokens - decoding * self._max_depth))
         prefill_s = max(0.0, self._target.at(known) - self._target.at(decoding))
         curves = (self._target, self._draft, self._levels, self._lookups)
-        return RoundCosts(*curves, known, prefill_s, self.catch_up.token_s)
+        prompts = self.ended.prompts
+        return RoundCosts(*curves, known, prefill_s, prompts.ratio * self.catch_up.read_s(1), prompts)
 
 
 def without_draft(step: FinishedStep) -> set[int]:

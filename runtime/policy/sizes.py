@@ -89,9 +89,8 @@ def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: Roun
     size_S, plain_s = model.sizes, costs.plain()
     k_SR = np.minimum(limits_R[None, :], size_S[:, None])
     tokens_S = num_sampling + num_rows * model.accepted()
-    seconds_S = costs.scoring(
-        k_SR.sum(axis=1) * model.nodes() / size_S, num_rows * np.log(np.maximum(1 - model.found(), NEVER))
-    )
+    scored_S = k_SR.sum(axis=1) * model.nodes() / size_S
+    seconds_S = costs.scoring(scored_S, num_rows * np.log(np.maximum(1 - model.found(), NEVER)))
     seconds_S += [costs.drafting(size, num_rows) for size in size_S.tolist()]
     seconds_S += costs.prompts_s * tokens_S
     index = int(np.argmax(tokens_S / seconds_S))
@@ -99,7 +98,7 @@ def choose_size(model: SizeModel, limits_R: Ints, num_sampling: int, costs: Roun
     gain = tokens / seconds * plain_s / num_sampling
     if gain <= 1:
         return Allocation(np.zeros_like(limits_R)[:, None], num_sampling, plain_s, 1.0)
-    return Allocation(k_SR[index][:, None], tokens, seconds, gain)
+    return Allocation(k_SR[index][:, None], tokens, seconds, gain, float(scored_S[index]))
 
 
 def ladder(limit: int) -> list[int]:

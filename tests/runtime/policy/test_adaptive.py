@@ -206,15 +206,6 @@ def test_a_method_that_often_finds_nothing_is_used_where_it_pays(found: float, p
     assert not (pays and simulation.policy.changes)
 
 
-@pytest.mark.parametrize("num_rows", [1, 64])
-def test_what_the_draft_spends_on_prompts_is_learnt_for_each_token_of_an_answer(num_rows: int) -> None:
-    """Answers have 40 tokens. The draft reads a prompt in the round after the target did, in 10 ms."""
-    model = RoundCostModel(warmed_up(flat), 64 * (LIMIT + 1), 64, LIMIT)
-    serve_prompts(model, num_rows, depth=2)
-    assert model.of(1).prompts_s == pytest.approx(0.01 / 40, rel=0.1)
-    assert model.of(1).plain() == pytest.approx(flat(1))
-
-
 @pytest.mark.parametrize(("prompts_s", "pays"), [(0.0001, True), (0.003, False)])
 def test_what_the_draft_spends_on_prompts_is_part_of_what_drafts_cost(prompts_s: float, pays: bool) -> None:
     costs, row = RoundCostModel(warmed_up(flat), 64, 8, LIMIT).of(1), DecodingRow((LIMIT,), (RequestAcceptance(),))
@@ -223,24 +214,6 @@ def test_what_the_draft_spends_on_prompts_is_part_of_what_drafts_cost(prompts_s:
     if pays:
         assert chosen.k_RS == free.k_RS
         assert chosen.seconds - free.seconds == pytest.approx(prompts_s * chosen.tokens)
-
-
-def test_of_prompts_that_come_while_it_is_off_the_price_is_known() -> None:
-    model = RoundCostModel(warmed_up(flat), 64 * (LIMIT + 1), 64, LIMIT)
-    serve_prompts(model, 1, depth=2)
-    serve_prompts(model, 1, depth=0, num_answered=20)
-    assert model.of(1).prompts_s == pytest.approx(0.01 / 20, rel=0.1)
-
-
-def serve_prompts(model: RoundCostModel, num_rows: int, *, depth: int, num_answered: int = 40) -> None:
-    """Serve requests that end together, 60 times as many as there are at once."""
-    rows = [Row(slot, 10, 1, 11, depth) for slot in range(num_rows)]
-    prompts = [Row(slot, 0, 100, 100) for slot in range(num_rows)]
-    decoding_s = depth * cheap(num_rows)
-    catch_up_s = 0.01 * num_rows if depth else 0.0
-    after = [(rows, decoding_s + catch_up_s), *[(rows, decoding_s)] * (num_answered - 2)]
-    for asked, draft_s in [(prompts, 0.0), *after] * 60:
-        model.observe_catch_up(FinishedStep(RoundPlan(0, asked), [], num_rows, draft_s, draft_s + 0.02), depth)
 
 
 def test_drafts_are_no_cheaper_beside_prompt_chunks() -> None:

@@ -1,20 +1,26 @@
-"""What a draft spends on tokens that it has not read, in the adaptive policy."""
+"""What a draft spends on tokens that it has not read, and what prompts cost, in the adaptive policy."""
 
 import itertools
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 
 from protos.messages import RoundPlan, Row, Verdict
+from runtime.core.sequence import Sequence as EngineSequence
 from runtime.policy.acceptance import DecodingRow
 from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.allocation import Offer, allocate
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser
-from runtime.policy.round_costs import LONGEST_CATCH_UP, CatchUp, RoundCostModel, without_draft
+from runtime.policy.cost_model import CostCurve, RoundCosts, UsualPrompts
+from runtime.policy.round_costs import LONGEST_CATCH_UP, CatchUp, EndedRequests, RoundCostModel, without_draft
 from runtime.policy.switching import LEAST_TRIAL_SHARE, ON_ABOVE, TRIAL_ROUNDS, TRIAL_SHARE, Switch, Trials
 from tests.support.policy_simulation import LIMIT, Simulation, best_fixed, cheap, fixed_rate, flat, steep, warmed_up
-from tests.support.scheduling import decoding
+from tests.support.scheduling import decoding, make_request
+
+PROMPT = 100
 
 
 @pytest.mark.parametrize("catch_up", [0.0, 5.0, 40.0])
@@ -71,9 +77,9 @@ def test_tokens_that_came_without_drafts_are_lacking() -> None:
     catch_up.begin(sequences, drafted=False, drafts=True)
     assert catch_up.is_pending
     catch_up.observe(0, 0.4)  # four tokens, two of each
-    catch_up.count(0, 2, goes_on=False)
+    catch_up.count(0, goes_on=False)
     catch_up.begin(sequences, drafted=True, drafts=True)
-    catch_up.count(0, 2, goes_on=False)
+    catch_up.count(0, goes_on=False)
     assert not catch_up.is_pending
     catch_up.begin(sequences, drafted=True, drafts=False)
     assert catch_up.needed_s(sequences) == 0.0
@@ -166,3 +172,87 @@ def test_a_late_draft_is_not_one_that_catches_up() -> None:
     model = RoundCostModel(warmed_up(flat), 64, 8, LIMIT)
     step = FinishedStep(RoundPlan(0, [Row(0, 1, 1, 2, 4)]), [Verdict(0, (1,), 0, range(0))], 1, 0.0, flat(1))
     assert not model.catches_up(step, 4)
+
+
+def answered(key: int, num_answered: int, num_cached_tokens: int = 0) -> EngineSequence:
+    """Return a sequence with so many tokens of an answer."""
+    request, length = make_request(str(key), [1] * PROMPT), PROMPT + num_answered
+    return EngineSequence(request, [1] * length, length, None, 1, slot=0, key=key, num_cached_tokens=num_cached_tokens)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_what_the_draft_spends_on_prompts_is_learnt_for_each_token_of_an_answer(num_rows: int) -> None:
+    """Answers have 40 tokens. The draft reads a prompt in the round after the target did, in 10 ms."""
+    model = RoundCostModel(warmed_up(flat), 64 * (LIMIT + 1), 64, LIMIT)
+    serve_prompts(model, num_rows, depth=2)
+    assert model.of(1).prompts_s == pytest.approx(0.01 / 40, rel=0.1)
+    assert model.of(1).plain() == pytest.approx(flat(1))
+
+
+def test_of_prompts_that_come_while_it_is_off_the_price_is_known() -> None:
+    model = RoundCostModel(warmed_up(flat), 64 * (LIMIT + 1), 64, LIMIT)
+    serve_prompts(model, 1, depth=2)
+    serve_prompts(model, 1, depth=0, num_answered=20)
+    assert model.of(1).prompts_s == pytest.approx(0.01 / 20, rel=0.1)
+
+
+def serve_prompts(model: RoundCostModel, num_rows: int, *, depth: int, num_answered: int = 40) -> None:
+    """Serve requests that end together, 60 times as many as there are at once."""
+    rows = [Row(slot, 10, 1, 11, depth) for slot in range(num_rows)]
+    prompts = [Row(slot, 0, 100, 100) for slot in range(num_rows)]
+    for key in range(600):
+        model.ended.update([answered(key, num_answered)])
+    decoding_s = depth * cheap(num_rows)
+    catch_up_s = 0.01 * num_rows if depth else 0.0
+    after = [(rows, decoding_s + catch_up_s), *[(rows, decoding_s)] * (num_answered - 2)]
+    for asked, draft_s in [(prompts, 0.0), *after] * 60:
+        model.observe_catch_up(FinishedStep(RoundPlan(0, asked), [], num_rows, draft_s, draft_s + 0.02), depth)
+
+
+def test_of_requests_that_run_nothing_is_known() -> None:
+    ended, running = EndedRequests(), [answered(0, 20), answered(1, 40)]
+    ended.update(running)
+    assert ended.prompts == UsualPrompts()
+    ended.update(running[1:])
+    assert ended.prompts == UsualPrompts(length=PROMPT, ratio=PROMPT / 20)
+
+
+def test_what_was_in_the_prefix_cache_is_no_part_of_prompts() -> None:
+    ended = EndedRequests()
+    ended.update([answered(0, 20, num_cached_tokens=80)])
+    ended.update([])
+    assert ended.prompts == UsualPrompts(length=20, ratio=1)
+
+
+def memory_bound(prompts: UsualPrompts, num_rows: int = 32) -> RoundCosts:
+    """Return costs of a GPU on which up to 192 tokens take one second, and each further one takes 10 ms."""
+    target = CostCurve({tokens: 1 + 0.01 * max(0, tokens - 192) for tokens in range(1, 289)}, 288)
+    one = CostCurve({1: 1.0}, 1)
+    return RoundCosts(target, CostCurve({1: 0.001}, num_rows), one, one, num_rows, prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "pays"),
+    [
+        (UsualPrompts(), True),
+        (UsualPrompts(length=32, ratio=0.125), True),
+        (UsualPrompts(length=256, ratio=8), False),  # more prompt tokens in each step than it computes for nothing
+        (UsualPrompts(length=8192, ratio=8), True),  # in one step of 32: all others have none
+    ],
+)
+def test_draft_tokens_beside_prompts_are_not_free(prompts: UsualPrompts, pays: bool) -> None:
+    """Three draft tokens for each row are scored for nothing; one of ten is accepted."""
+    offer = Offer(np.cumprod(np.full((32, 3), 0.1), axis=1), np.ones(3), np.full(32, 3))
+    costs = memory_bound(prompts)
+    best = allocate([offer], 32, costs)
+    assert best.gain > 1
+    usual = best.usual_gain(32, costs)
+    assert (usual > 1) == pays
+    assert usual == best.gain or not pays
+
+
+def test_above_the_largest_size_seconds_rise_on() -> None:
+    curve = CostCurve({size: 1.0 + size for size in range(1, 101)}, 100)
+    assert curve.beyond(150) == pytest.approx(151)
+    assert curve.beyond(50.5) == pytest.approx(51.5)
+    assert CostCurve({1: 1.0, 50: 2.0, 100: 1.5}, 100).beyond(300) == pytest.approx(1.5)
