@@ -18,8 +18,10 @@ MAX_HELD_TOKENS = 16
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """What vocabularies with byte fallback call the token of a byte."""
 Utf8 = codecs.getincrementaldecoder("utf-8")
-LONGEST_CHARACTER = 4
-"""Bytes in UTF-8."""
+MAX_INCOMPLETE_BYTES = 3
+"""Of a character in UTF-8."""
+REPLACED = dict.fromkeys(range(0xDC80, 0xDD00), REPLACEMENT)
+"""What "surrogateescape" makes of bytes of no character."""
 
 
 class PieceDecoder(Protocol):
@@ -69,60 +71,81 @@ class _WindowPieces:
 
     Args:
         decode: decodes tokens together.
-        context: whole characters that precede the text.
-        held: the last tokens of the prompt, which may be the beginning of the text's first character.
+        context: the tokens that precede the text.
     """
 
-    __slots__ = ("_decode", "_incomplete", "_num_context", "_shown", "_window")
+    __slots__ = ("_decode", "_num_context", "_shown", "_window")
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int], held: Sequence[int]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
         self._decode = decode
-        self._advance_to(list(context))
-        self._window += held
-        self._incomplete = decode(self._window) if held else ""
+        self.follow(context)
 
-    def _advance_to(self, context: list[int]) -> None:
-        self._window = context
+    def follow(self, context: Sequence[int]) -> None:
+        """Take *context* for what precedes the next token."""
+        self._window = list(context)
         self._num_context = len(context)
         self._shown = len(self._decode(context))
-        self._incomplete = ""
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         num_held = len(self._window) - self._num_context
         text = self._decode(self._window)
-        num_shown = self._num_shown(text)
-        if len(text) <= num_shown or (text.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
+        if len(text) <= self._shown or (text.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
             return ""
-        self._advance_to(self._window[self._num_context :])
-        return text[num_shown:]
+        return self._show(text)
 
     def flush(self) -> str:
-        text = self._decode(self._window)
-        return text[self._num_shown(text) :]
+        return self._show(self._decode(self._window))
 
-    def _num_shown(self, text: str) -> int:
-        """Return how much of *text* precedes the tokens: with the held ones, if those did not become a character."""
-        is_incomplete = self._incomplete and text.startswith(self._incomplete)
-        return len(self._incomplete) if is_incomplete else self._shown
+    def _show(self, text: str) -> str:
+        added = text[self._shown :]
+        if added:
+            self.follow(self._window[self._num_context :])
+        return added
 
 
-def _ends_of_characters(bytes_T: Sequence[int | None]) -> tuple[int, int]:
-    """Return where the context of what follows *bytes_T* begins and ends; None is a token of another kind.
+class _FallbackPieces:
+    """For vocabularies with byte fallback: an incremental UTF-8 decoder over tokens of bytes, a window over others.
 
-    Tokens of single bytes are decoded together: a part of a character would break all characters after it. So the
-    context has no such part, and what it ends before is the beginning of one.
+    A byte of no character becomes one U+FFFD. (The tokenizer replaces all bytes in a row if one is of no character; but
+    those before it were already shown when it comes.)
+
+    Args:
+        byte_tokens: the bytes that tokens stand for.
+        others: pieces of the other tokens.
+        prompt: the end of the prompt, in which the first character may begin.
     """
-    lead = len(bytes_T) - 1
-    while lead > 0 and (byte := bytes_T[lead]) is not None and byte & 0xC0 == 0x80:
-        lead -= 1
-    character = bytes(byte for byte in bytes_T[max(lead, 0) :] if byte is not None)
-    if not character:
-        return max(0, len(bytes_T) - CONTEXT_TOKENS), len(bytes_T)
-    utf8 = Utf8("replace")
-    utf8.decode(character)
-    (incomplete, _) = utf8.getstate()
-    return _ends_of_characters(bytes_T[:lead]) if incomplete else (lead, len(bytes_T))
+
+    __slots__ = ("_byte_tokens", "_of_prompt", "_others", "_utf8")
+
+    def __init__(self, byte_tokens: dict[int, bytes], others: _WindowPieces, prompt: Sequence[int]) -> None:
+        self._byte_tokens = byte_tokens
+        self._others = others
+        self._utf8 = Utf8("surrogateescape")
+        for token_id in prompt:
+            byte = byte_tokens.get(token_id)
+            self._utf8.decode(byte or b"", byte is None)
+        (begun, _) = self._utf8.getstate()
+        self._of_prompt = begun.decode(errors="surrogateescape")
+
+    def push(self, token_id: int) -> str:
+        byte = self._byte_tokens.get(token_id)
+        if byte is not None:
+            self._others.follow([token_id])
+            return self._characters(byte)
+        text = self._others.push(token_id) or self._others.flush()
+        return self._characters(b"", is_end=True) + text if text else ""
+
+    def flush(self) -> str:
+        return self._characters(b"", is_end=True)
+
+    def _characters(self, data: bytes, *, is_end: bool = False) -> str:
+        """Return the characters that *data* completes; at the end of a row of bytes, also what is left of one."""
+        text = self._utf8.decode(data, is_end)
+        if self._of_prompt and text:
+            text = text.removeprefix(self._of_prompt)
+            self._of_prompt = ""
+        return text.translate(REPLACED)
 
 
 class Detokenizer:
@@ -212,6 +235,12 @@ class _NoPieces:
         return ""
 
 
+def _tokens_of_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """Return the tokens that stand for single bytes, with byte fallback; else none."""
+    ids = {tokenizer.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
+    return {i: byte for i, byte in ids.items() if i is not None and tokenizer.decode([i]) != tokenizer.id_to_token(i)}
+
+
 class DetokenizerFactory:
     """Makes the `Detokenizer` of a request. Holds the parts of the vocabulary that all requests share.
 
@@ -223,6 +252,7 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         self._byte_level = tokenizer is not None and isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._token_bytes: dict[bool, _TokenBytes] = {}
+        self._byte_tokens = {} if tokenizer is None else _tokens_of_bytes(tokenizer)
 
     def __call__(self, request: "Request") -> Detokenizer | None:
         """Return a detokenizer, or None if text is not requested or there is no tokenizer."""
@@ -236,11 +266,11 @@ class DetokenizerFactory:
         if self._byte_level:
             return _BytePieces(self._bytes_of(skip_special))
         tokenizer: Any = self._tokenizer
-        last = prompt[-CONTEXT_TOKENS - LONGEST_CHARACTER :]
-        spelt = [BYTE.fullmatch(tokenizer.id_to_token(token_id) or "") for token_id in last]
-        start, end = _ends_of_characters([int(byte[1], 16) if byte else None for byte in spelt])
         decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special))  # noqa: E731
-        return _WindowPieces(decode, last[start:end], last[end:])
+        window = _WindowPieces(decode, prompt[-CONTEXT_TOKENS:])
+        if not self._byte_tokens:
+            return window
+        return _FallbackPieces(self._byte_tokens, window, prompt[-MAX_INCOMPLETE_BYTES:])
 
     def _bytes_of(self, skip_special: bool) -> _TokenBytes:
         bytes_by_id = self._token_bytes.get(skip_special)
