@@ -12,6 +12,11 @@ DraftChange = Literal["started", "late", "in_time", "lost", "pair_lost", "target
 """Why the draft worker entered or left service: "pair_lost" is the end of its channel to the target, which is noticed
 before "lost" if the draft has died; "targets_lost" is that of the target group."""
 
+SpeculationChange = Literal[
+    "batch_size_rose", "batch_size_fell", "batch_size_table", "pays", "does_not_pay", "rose", "fell"
+]
+"""Why K changed: by the batch size; by the gain that the adaptive policy predicts; by what a bandit tries."""
+
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Bounds of the histogram of tokens per step."""
 
@@ -69,7 +74,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
         num_running, num_waiting: requests now.
         kv_usage: share of KV blocks in use now, 0 to 1.
         draft_changes: changes of the draft service, by `DraftChange`.
-        speculation_changes: changes of the number of draft tokens, by reason.
+        speculation_changes: changes of the number of draft tokens, by `SpeculationChange`.
         target_losses: losses of the target group.
         num_speculative_tokens: K now, the largest of all rows.
         predicted_speedup: of speculation over plain decoding, by the policy `adaptive`; None by the others.

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from protos.stats import STEP_TOKENS, DraftChange, EngineStats, Outage, SpeculationState
+from protos.stats import STEP_TOKENS, DraftChange, EngineStats, Outage, SpeculationChange, SpeculationState
 
 Stats = Callable[[], EngineStats]
 TARGET_STATES = ("serving", "starting", "no_room", "refusing")
@@ -118,13 +118,13 @@ class OwnCollector(Collector):
             "draft_service_changes",
             "Times the draft worker entered or left service, by reason",
             ["reason"],
-            _keyed(dict.fromkeys(get_args(DraftChange), 0) | stats.draft_changes),  # a counter grows from 0
+            _keyed(get_args(DraftChange), stats.draft_changes),
         )
         yield make.counters(
             "spec_decode_changes",
             "Times the policy switched speculation on or off or changed its table's K, by reason",
             ["reason"],
-            _keyed(stats.speculation_changes),
+            _keyed(get_args(SpeculationChange), stats.speculation_changes),
         )
         yield make.gauge(
             "spec_decode_num_speculative_tokens", "Most draft tokens per row now", stats.num_speculative_tokens
@@ -157,8 +157,9 @@ class OwnCollector(Collector):
         )
 
 
-def _keyed(changes: Mapping[str, int]) -> dict[Sequence[str], float]:
-    return {(reason,): count for reason, count in changes.items()}
+def _keyed(reasons: Iterable[str], changes: Mapping[str, int]) -> dict[Sequence[str], float]:
+    """Return *changes*, with 0 for all other *reasons*: Prometheus sees no increase up to a first sample."""
+    return {(reason,): count for reason, count in {**dict.fromkeys(reasons, 0), **changes}.items()}
 
 
 def target_state(outage: Outage | None) -> str:

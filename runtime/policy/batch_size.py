@@ -19,6 +19,7 @@ from msgspec import structs
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
 from protos.messages import StepCosts
+from protos.stats import SpeculationChange
 from runtime.core.sequence import Sequence
 from runtime.policy.base import FinishedStep
 from runtime.policy.interpolation import interpolate
@@ -45,7 +46,7 @@ class BatchSizeSwitch:
         self._calm_steps = 0
         self.is_on = True
 
-    def update(self, num_decoding: int) -> str | None:
+    def update(self, num_decoding: int) -> SpeculationChange | None:
         """Record one step; return the reason if the switch changed."""
         if self.limit is not None and num_decoding > self.limit:
             return self._turn_off()
@@ -56,7 +57,7 @@ class BatchSizeSwitch:
         self.is_on = True
         return "batch_size_fell"
 
-    def _turn_off(self) -> str | None:
+    def _turn_off(self) -> SpeculationChange | None:
         self._calm_steps = 0
         was_on, self.is_on = self.is_on, False
         return "batch_size_rose" if was_on else None

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from statistics import median
 
+from protos.stats import SpeculationChange
 from runtime.policy.base import OTHER_LOAD, WARMING_ROUNDS, is_other_load
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Switch:
             return True
         return self._rounds >= self._pause or OTHER_LOAD * num_rows <= self._num_changed
 
-    def _change(self, reason: str, num_rows: int) -> bool:
+    def _change(self, reason: SpeculationChange, num_rows: int) -> bool:
         if self.is_on:
             self._pause = self._next_pause(num_rows)
         self.is_on = not self.is_on

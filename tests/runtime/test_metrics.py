@@ -105,6 +105,8 @@ def test_figures_of_our_own_have_only_our_name() -> None:
     assert found["draft_service_changes_total", "lost"] == 2
     assert found["draft_service_changes_total", "revived"] == 0, "Prometheus sees no increase up to a first sample"
     assert found["spec_decode_changes_total", "batch_size_rose"] == 3
+    reasons = ("batch_size_fell", "batch_size_table", "pays", "does_not_pay", "rose", "fell")
+    assert [found["spec_decode_changes_total", reason] for reason in reasons] == [0] * len(reasons)
     assert found["target_losses_total",] == 1
     assert found["spec_decode_late_drafts_total",] == 3
     assert found["spec_decode_draft_failures_total",] == 6
