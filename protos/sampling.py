@@ -4,7 +4,7 @@ import copy
 import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
 from protos.errors import InvalidRequestError, request_error
@@ -126,9 +126,9 @@ class StructuredOutputsParams:
     regex: str | None = Field(default=None, max_length=MAX_REGEX_CHARS)
     choice: tuple[str, ...] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
     grammar: Source | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    json_object: StrictBool | None = None
+    disable_any_whitespace: StrictBool = False
+    disable_additional_properties: StrictBool = False
     whitespace_pattern: str | None = Field(default=None, max_length=256)
 
     @model_validator(mode="after")
@@ -164,7 +164,7 @@ def _without_foreign(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in HARMLESS and name not in REFUSED}
 
 
-@typed(request_error, _without_foreign)
+@typed(request_error, _without_foreign, not_numbers=(bool, str, bytes))
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class SamplingParams:
     """Sampling options of one request, under vLLM's names; all are validated here.
@@ -194,15 +194,15 @@ class SamplingParams:
     stop: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Field(max_length=64)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(_as_tuple), Field(max_length=1024)] = ()
     bad_words: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Field(max_length=256)] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    include_stop_str_in_output: StrictBool = False
+    ignore_eos: StrictBool = False
     max_tokens: int | None = Field(default=16, ge=1, le=MAX_COUNT)
     min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
     logprobs: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
     prompt_logprobs: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    detokenize: StrictBool = True
+    skip_special_tokens: StrictBool = True
+    spaces_between_special_tokens: StrictBool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None

@@ -111,30 +111,42 @@ def _numbers(cls: type) -> dict[str, str]:
     }
 
 
-def _booleans(path: str, value: object, depth: int = 3) -> Iterator[tuple[str, bool]]:
-    """Yield the booleans in *value*, which may be long, with their places; none deeper than *depth* lists."""
-    if isinstance(value, bool):
+def _wrong(path: str, value: object, wrong: tuple[type, ...], depth: int = 3) -> Iterator[tuple[str, object]]:
+    """Yield what is of types *wrong* in *value*, which may be long, with its place; none deeper than *depth* lists.
+
+    Keys may be text, as in JSON.
+    """
+    if isinstance(value, wrong):
         yield path, value
-    elif not depth:
+    elif not depth or isinstance(value, int | float | str | None):
         return
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            for one in (key, each):
-                yield from _booleans(f"{path}[{key!r}]", one, depth - 1)
-    elif isinstance(value, list | tuple | set | frozenset) and not {int, float, str}.issuperset(map(type, value)):
-        for index, each in enumerate(value):
-            yield from _booleans(f"{path}[{index}]", each, depth - 1)
+            yield from _wrong(f"{path}[{key!r}]", key, (bool,), depth - 1)
+            yield from _wrong(f"{path}[{key!r}]", each, wrong, depth - 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        if not ({int, float, str} - {*wrong}).issuperset(map(type, value)):
+            for index, each in enumerate(value):
+                yield from _wrong(f"{path}[{index}]", each, wrong, depth - 1)
+    else:
+        from numpy import generic, ndarray  # noqa: PLC0415 - commands that need none of it start faster
+
+        if isinstance(value, ndarray | generic):
+            yield from _wrong(path, value.tolist(), wrong, depth)
 
 
-def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[T]]:
+def typed(
+    make: MakeError, foreign: Foreign = dict, not_numbers: tuple[type, ...] = (bool,)
+) -> Callable[[type[T]], type[T]]:
     """Decorate a pydantic dataclass so that its constructor raises `make(message, parameter)`.
 
-    *foreign* maps the keyword arguments to those passed to the class. Booleans are no numbers; Python, and so pydantic,
-    takes them as 1 and 0.
+    *foreign* maps the keyword arguments to those passed to the class. Types *not_numbers* are refused for numbers:
+    pydantic takes booleans as 1 and 0, and reads numbers in text.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         validator: SchemaValidator = vars(cls)["__pydantic_validator__"]
+        texts = {name for name, hint in get_type_hints(cls).items() if str in _types(hint)}
         numbers, names = _numbers(cls), tuple(getattr(cls, "__dataclass_fields__", ()))
 
         # Not pydantic's own constructor: a field may have the name of one of its arguments.
@@ -142,8 +154,9 @@ def typed(make: MakeError, foreign: Foreign = dict) -> Callable[[type[T]], type[
         def init(self: object, /, *args: Any, **kwargs: Any) -> None:
             given = foreign(kwargs)
             for name, value in (*zip(names, args, strict=False), *given.items()):
-                for path, wrong in _booleans(name, value) if name in numbers else ():
-                    raise make(f"{path} must be a valid {numbers[name]}, got {wrong}", name)
+                is_text = isinstance(value, str) and name in texts
+                for path, wrong in _wrong(name, value, not_numbers) if name in numbers and not is_text else ():
+                    raise make(f"{path} must be a valid {numbers[name]}, got {shown(wrong)}", name)
             try:
                 validator.validate_python(ArgsKwargs(args, given), self_instance=self)
             except ValidationError as error:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import re
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +95,35 @@ def test_booleans_are_no_numbers_by_position_either() -> None:
     with pytest.raises(InvalidRequestError, match="presence_penalty must be a valid number, got False"):
         SamplingParams(1, False)
     assert SamplingParams(2, 0.5) == SamplingParams(n=2, presence_penalty=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("temperature", "1.0", "temperature must be a valid number, got '1.0'"),
+        ("max_tokens", "2", "max_tokens must be a valid integer, got '2'"),
+        ("stop_token_ids", "12", "stop_token_ids must be a valid integer, got '12'"),
+        ("stop_token_ids", ["1"], "stop_token_ids[0] must be a valid integer, got '1'"),
+        ("logit_bias", {"5": "1"}, "logit_bias['5'] must be a valid number, got '1'"),
+        ("prediction", [3, "4"], "prediction[1] must be a valid integer, got '4'"),
+        ("allowed_token_ids", np.array([False, True]), "allowed_token_ids[0] must be a valid integer, got False"),
+        ("stop_token_ids", [np.True_], "stop_token_ids[0] must be a valid integer, got True"),
+        ("temperature", np.array(True), "temperature must be a valid number, got True"),
+        ("ignore_eos", 1, "ignore_eos must be a valid boolean, got 1"),
+        ("detokenize", "false", "detokenize must be a valid boolean, got 'false'"),
+        ("structured_outputs", {"json_object": 1}, "json_object must be a valid boolean, got 1"),
+    ],
+)
+def test_text_and_booleans_are_no_numbers_and_numbers_no_booleans(name: str, value: object, got: str) -> None:
+    """As in the bodies of HTTP requests."""
+    with pytest.raises(InvalidRequestError, match=re.escape(got)):
+        SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), allowed_token_ids=np.array([1, 2]))  # type: ignore[arg-type]
+    assert (params.temperature, params.seed, params.allowed_token_ids) == (0.5, 3, (1, 2))
+    assert SamplingParams(prediction="12").prediction == "12"
 
 
 def test_a_wrong_keyword_gets_a_hint() -> None:
