@@ -240,7 +240,7 @@ def _defaults(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     for name, spelt in found.items():
         if name not in options and name not in servers:
             raise ConfigError(f"{path}: unknown option {str(spelt)!r}{did_you_mean(name, visible)}")
-    return {name: _as_option(options[name], given[spelt]) for name, spelt in found.items() if name in options}
+    return {name: _as_option(path, options[name], given[spelt]) for name, spelt in found.items() if name in options}
 
 
 def _spellings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,16 +250,15 @@ def _spellings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _as_option(option: Any, value: object) -> object:
+def _as_option(path: Path, option: Any, value: object) -> object:
     """Return a value of the file as it would come from the command line."""
     if value is not None and getattr(option, "multiple", False):
         return value if isinstance(value, list) else [value]
-    return json.dumps(value) if _is_json(option.name, value) else value
-
-
-def _is_json(name: str, value: object) -> bool:
-    """Whether *value* must be converted to JSON text for the option of an engine argument."""
-    return isinstance(value, Mapping) or (isinstance(value, list) and name in argument_names.NAMES)
+    if not isinstance(value, Mapping | list):
+        return value
+    if option.name not in argument_names.NAMES:
+        raise ConfigError(f"{path}: {option.name} must be a single value, got {shown(value)}")
+    return json.dumps(value)  # as engine arguments have it on the command line
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

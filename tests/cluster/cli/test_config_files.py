@@ -34,6 +34,8 @@ def test_a_yaml_file_has_the_same_names_and_flags_win(tmp_path: Path, served: li
     [
         ("max_modl_len: 3", "unknown option 'max_modl_len', did you mean 'max_model_len'"),
         ("- a", "must hold options"),
+        ("host: [1]", r"config.yaml: host must be a single value, got \[1\]"),
+        ("host: {a: 1}", "config.yaml: host must be a single value, got {'a': 1}"),
         ("? [a]\n: 1", "is not YAML: found unhashable key"),
         (
             "max_num_seqs: 4\nport: 9\nmax_num_seqs: 5",
