@@ -211,10 +211,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         self._refusal = error
         self._stop_timer()
-        is_answered = self.cycle is None or self.cycle.response_complete
-        if is_answered and self._reading is not Reading.BODY:  # else within another response, or after this request's
+        if self._may_answer():
             self.transport.write(_raw_response(error))
         self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Whether what is written now is not within another response, nor after that of the request just read."""
+        if self._reading is Reading.BODY:
+            return not self.pipeline and not self.cycle.response_started
+        return self.cycle is None or bool(self.cycle.response_complete)
 
 
 def _raw_response(error: ApiError) -> bytes:

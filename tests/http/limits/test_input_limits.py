@@ -101,6 +101,15 @@ def test_trailers_are_no_headers_and_bounded() -> None:
                 assert answer.count(b"HTTP/1.1") <= 1  # it may have been answered before they came
 
 
+def test_a_malformed_body_is_told_so_once() -> None:
+    bad = CHUNKED.removesuffix(b"0\r\n") % b"Content-Type: application/json\r\n" + b"no size\r\n"
+    with guarded() as served:
+        assert served.raw(bad).startswith(b"HTTP/1.1 400 ")
+        body = b'{"prompt": "x", "max_tokens": 200, "stream": true}'
+        behind = served.raw(HEAD % len(body) + body + bad)  # the first request's answer is not over
+        assert b"HTTP/1.1 400 " not in behind
+
+
 def test_the_rest_of_a_body_must_come_in_time_after_the_answer() -> None:
     with guarded(api_key=["secret"], header_timeout=0.5) as served:
         for data in (HEAD % 1000 + b"{", CHUNKED % b"" + b"X-A: b\r\n"):
