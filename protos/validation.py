@@ -101,9 +101,8 @@ def _types(hint: object) -> frozenset[object]:
     return frozenset().union(*map(_types, inner)) if inner else frozenset({hint})
 
 
-def _numbers(cls: type) -> dict[str, str]:
-    """Return the fields of *cls* that hold numbers, alone or in lists, and no booleans, with the kind of number."""
-    kinds = {name: _types(hint) for name, hint in get_type_hints(cls).items()}
+def _numbers(kinds: Mapping[str, frozenset[object]]) -> dict[str, str]:
+    """Return the fields that hold numbers, alone or in lists, and no booleans, with the kind of number."""
     return {
         name: "number" if float in types else "integer"
         for name, types in kinds.items()
@@ -146,16 +145,16 @@ def typed(
 
     def decorate(cls: type[T]) -> type[T]:
         validator: SchemaValidator = vars(cls)["__pydantic_validator__"]
-        texts = {name for name, hint in get_type_hints(cls).items() if str in _types(hint)}
-        numbers, names = _numbers(cls), tuple(getattr(cls, "__dataclass_fields__", ()))
+        kinds = {name: _types(hint) for name, hint in get_type_hints(cls).items()}
+        numbers, names = _numbers(kinds), tuple(getattr(cls, "__dataclass_fields__", ()))
 
         # Not pydantic's own constructor: a field may have the name of one of its arguments.
         @functools.wraps(cls.__init__)
         def init(self: object, /, *args: Any, **kwargs: Any) -> None:
             given = foreign(kwargs)
             for name, value in (*zip(names, args, strict=False), *given.items()):
-                is_text = isinstance(value, str) and name in texts
-                for path, wrong in _wrong(name, value, not_numbers) if name in numbers and not is_text else ():
+                may_be_wrong = name in numbers and not (isinstance(value, str) and str in kinds[name])
+                for path, wrong in _wrong(name, value, not_numbers) if may_be_wrong else ():
                     raise make(f"{path} must be a valid {numbers[name]}, got {shown(wrong)}", name)
             try:
                 validator.validate_python(ArgsKwargs(args, given), self_instance=self)
