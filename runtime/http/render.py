@@ -25,7 +25,7 @@ from runtime.http.responses import (
     TopLogprob,
     Usage,
 )
-from runtime.text.detokenizer import BYTE, REPLACEMENT, Utf8
+from runtime.text.pieces import BYTE, REPLACEMENT, Utf8
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot represent."""

@@ -1,39 +1,27 @@
 """Incremental detokenization: whole characters only, with stop strings."""
 
-import codecs
-import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders
 
 from protos.byte_level import BYTE_OF
+from runtime.text.pieces import (
+    CONTEXT_TOKENS,
+    MAX_INCOMPLETE_BYTES,
+    FallbackPieces,
+    JoinedPieces,
+    JoinedTexts,
+    PieceDecoder,
+    Utf8,
+    WindowPieces,
+    joins,
+    tokens_of_bytes,
+)
 
 if TYPE_CHECKING:
     from protos.messages import Request
-
-REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 5
-MAX_HELD_TOKENS = 16
-BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-"""What vocabularies with byte fallback call the token of a byte."""
-Utf8 = codecs.getincrementaldecoder("utf-8")
-MAX_INCOMPLETE_BYTES = 3
-"""Of a character in UTF-8."""
-REPLACED = dict.fromkeys(range(0xDC80, 0xDD00), REPLACEMENT)
-"""What "surrogateescape" makes of bytes of no character."""
-
-
-class PieceDecoder(Protocol):
-    """Turns tokens into whole characters, one token at a time."""
-
-    def push(self, token_id: int) -> str:
-        """Return the characters completed by this token, possibly none."""
-        ...
-
-    def flush(self) -> str:
-        """Return incomplete characters as U+FFFD."""
-        ...
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -64,88 +52,6 @@ class _BytePieces:
 
     def flush(self) -> str:
         return self._utf8.decode(b"", True)
-
-
-class _WindowPieces:
-    """For other vocabularies: decodes a short window of context and new tokens, and returns the text they add.
-
-    Args:
-        decode: decodes tokens together.
-        context: the tokens that precede the text.
-    """
-
-    __slots__ = ("_decode", "_num_context", "_shown", "_window")
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
-        self._decode = decode
-        self.follow(context)
-
-    def follow(self, context: Sequence[int]) -> None:
-        """Take *context* for what precedes the next token."""
-        self._window = list(context)
-        self._num_context = len(context)
-        self._shown = len(self._decode(context))
-
-    def push(self, token_id: int) -> str:
-        self._window.append(token_id)
-        num_held = len(self._window) - self._num_context
-        text = self._decode(self._window)
-        if len(text) <= self._shown or (text.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
-            return ""
-        return self._show(text)
-
-    def flush(self) -> str:
-        return self._show(self._decode(self._window))
-
-    def _show(self, text: str) -> str:
-        added = text[self._shown :]
-        if added:
-            self.follow(self._window[self._num_context :])
-        return added
-
-
-class _FallbackPieces:
-    """For vocabularies with byte fallback: an incremental UTF-8 decoder over tokens of bytes, a window over others.
-
-    A byte of no character becomes one U+FFFD. (The tokenizer replaces all bytes in a row if one is of no character; but
-    those before it were already shown when it comes.)
-
-    Args:
-        byte_tokens: the bytes that tokens stand for.
-        others: pieces of the other tokens.
-        prompt: the end of the prompt, in which the first character may begin.
-    """
-
-    __slots__ = ("_byte_tokens", "_of_prompt", "_others", "_utf8")
-
-    def __init__(self, byte_tokens: dict[int, bytes], others: _WindowPieces, prompt: Sequence[int]) -> None:
-        self._byte_tokens = byte_tokens
-        self._others = others
-        self._utf8 = Utf8("surrogateescape")
-        for token_id in prompt:
-            byte = byte_tokens.get(token_id)
-            self._utf8.decode(byte or b"", byte is None)
-        (begun, _) = self._utf8.getstate()
-        self._of_prompt = begun.decode(errors="surrogateescape")
-
-    def push(self, token_id: int) -> str:
-        byte = self._byte_tokens.get(token_id)
-        if byte is not None:
-            self._others.follow([token_id])
-            return self._characters(byte)
-        text = self._others.push(token_id) or self._others.flush()
-        return self._characters(b"", is_end=True) + text if text else ""
-
-    def flush(self) -> str:
-        return self._characters(b"", is_end=True)
-
-    def _characters(self, data: bytes, *, is_end: bool = False) -> str:
-        """Return the characters that *data* completes; at the end of a row of bytes, also what is left of one."""
-        text = self._utf8.decode(data, is_end)
-        if self._of_prompt and text:
-            text = text.removeprefix(self._of_prompt)
-            self._of_prompt = ""
-        return text.translate(REPLACED)
 
 
 class Detokenizer:
@@ -235,12 +141,6 @@ class _NoPieces:
         return ""
 
 
-def _tokens_of_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Return the tokens that stand for single bytes, with byte fallback; else none."""
-    ids = {tokenizer.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
-    return {i: byte for i, byte in ids.items() if i is not None and tokenizer.decode([i]) != tokenizer.id_to_token(i)}
-
-
 class DetokenizerFactory:
     """Makes the `Detokenizer` of a request. Holds the parts of the vocabulary that all requests share.
 
@@ -251,8 +151,10 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._byte_level = tokenizer is not None and isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._joins = tokenizer is not None and joins(tokenizer)
         self._token_bytes: dict[bool, _TokenBytes] = {}
-        self._byte_tokens = {} if tokenizer is None else _tokens_of_bytes(tokenizer)
+        self._texts: dict[bool, JoinedTexts] = {}
+        self._byte_tokens = {} if tokenizer is None else tokens_of_bytes(tokenizer)
 
     def __call__(self, request: "Request") -> Detokenizer | None:
         """Return a detokenizer, or None if text is not requested or there is no tokenizer."""
@@ -265,12 +167,28 @@ class DetokenizerFactory:
     def _pieces(self, skip_special: bool, prompt: Sequence[int]) -> PieceDecoder:
         if self._byte_level:
             return _BytePieces(self._bytes_of(skip_special))
-        tokenizer: Any = self._tokenizer
-        decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special))  # noqa: E731
-        window = _WindowPieces(decode, prompt[-CONTEXT_TOKENS:])
+        texts = self._texts_of(skip_special, prompt) if self._joins else None
+        if texts is not None:
+            others: WindowPieces | JoinedPieces = JoinedPieces(texts)
+        else:
+            others = WindowPieces(partial(self._decode, skip_special), prompt[-CONTEXT_TOKENS:])
         if not self._byte_tokens:
-            return window
-        return _FallbackPieces(self._byte_tokens, window, prompt[-MAX_INCOMPLETE_BYTES:])
+            return others
+        return FallbackPieces(self._byte_tokens, others, prompt[-MAX_INCOMPLETE_BYTES:])
+
+    def _decode(self, skip_special: bool, ids: Sequence[int]) -> str:
+        tokenizer: Any = self._tokenizer
+        return str(tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+    def _texts_of(self, skip_special: bool, prompt: Sequence[int]) -> JoinedTexts | None:
+        """Return the texts of tokens after *prompt*; None if its end has no text: then the first token is another."""
+        decode = partial(self._decode, skip_special)
+        last = next((token for token in reversed(prompt[-CONTEXT_TOKENS:]) if decode([token])), None)
+        if last is None:
+            return None
+        if skip_special not in self._texts:
+            self._texts[skip_special] = JoinedTexts(decode, last)
+        return self._texts[skip_special]
 
     def _bytes_of(self, skip_special: bool) -> _TokenBytes:
         bytes_by_id = self._token_bytes.get(skip_special)

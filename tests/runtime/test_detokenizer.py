@@ -1,64 +1,21 @@
 """Text as it streams, against what the tokenizers library says of the whole."""
 
-from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from protos.messages import TokenLogprobs
 from protos.sampling import SamplingParams
 from runtime.http.render import LogprobsWriter, TokenTexts
-from runtime.text.detokenizer import Detokenizer, DetokenizerFactory
+from runtime.text.detokenizer import DetokenizerFactory
+from runtime.text.pieces import WindowPieces, joins
 from tests.support.distributed.fake_worker import make_request
-
-CORPUS = [
-    "def naïve(x): return x  # déjà vu",
-    "import os\n\nclass Zebra:\n    pass\n",
-    "日本語のテキスト、例えば「東京」。",
-    "emoji 😀😃👩‍👩‍👧 and flags 🇩🇪",
-    "Привет, мир! ¿Qué tal? €100",
-]
-
-
-def train_byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-    )
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    tokenizer.add_tokens([AddedToken("日本 tool"), AddedToken("é!")])
-    return tokenizer
-
-
-def build_metaspace() -> Tokenizer:
-    """Llama's kind: words begin with a bar, unknown characters fall back to bytes, the first space is stripped."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    pieces += ["▁", "▁Hello", "▁world", "He", "llo", "!", "▁a", "b"]
-    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    return tokenizer
-
-
-BYTE_LEVEL = train_byte_level()
-METASPACE = build_metaspace()
-
-
-def make(tokenizer: Tokenizer, prompt: Sequence[int] = (0,), **params: object) -> Detokenizer:
-    made = DetokenizerFactory(tokenizer)(make_request("r", prompt, params=SamplingParams(**params)))
-    assert made is not None
-    return made
+from tests.support.text.detokenizing import BYTE_LEVEL, CORPUS, METASPACE, build_metaspace, letters, make, stream
 
 
 def test_texts_of_single_tokens_keep_their_space() -> None:
@@ -104,22 +61,6 @@ def test_a_prompt_begins_with_what_the_tokenizer_puts_before_it() -> None:
     assert LogprobsWriter(TokenTexts(made), 0).completion(entries, ids[:3], "Hello!").text_offset == [0, 0, 5, 6]
     echoed = "<s> Hello!"
     assert LogprobsWriter(TokenTexts(made), 0).completion(entries, ids[:3], echoed).text_offset == [0, 3, 9, 10]
-
-
-def stream(text: Detokenizer, ids: Sequence[int]) -> tuple[list[str], str | None]:
-    """Feed ids one by one; return the text shown after each, then the rest, and the stop string met."""
-    shown = []
-    for token_id in ids:
-        stop = text.push(token_id)
-        if stop is not None:
-            return [*shown, text.finish()], stop
-        shown.append(text.take())
-    return [*shown, text.finish()], None
-
-
-def letters(text: str) -> list[int]:
-    """One token a byte."""
-    return [BYTE_LEVEL.token_to_id(c) for c in "".join(p for p, _ in BYTE_LEVEL.pre_tokenizer.pre_tokenize_str(text))]
 
 
 @settings(max_examples=300, deadline=None)
@@ -216,64 +157,54 @@ def test_bytes_of_no_character_are_shown_at_once(answer: list[str], shown: list[
     assert stream(make(METASPACE, prompt), ids)[0] == shown
 
 
+SPACES = decoders.Replace("▁", " ")
+STRIPPED = decoders.Strip(" ", 1, 0)
+WORDS = ["▁Hello", "▁world", "He", "llo", "!", "▁a", "b", "▁"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "by_itself"),
+    [
+        ([SPACES, decoders.ByteFallback(), decoders.Fuse(), STRIPPED], True),  # Llama 2, Mistral
+        ([SPACES, decoders.ByteFallback(), decoders.Fuse()], True),  # Gemma
+        ([decoders.Metaspace()], True),
+        ([decoders.WordPiece("He", cleanup=False)], False),
+    ],
+)
+@pytest.mark.parametrize("prompt", [["▁Hello"], ["<s>"], ["b", "</s>"]])
+def test_words_of_every_kind_stream_to_their_full_decode(
+    parts: list[Any], by_itself: bool, prompt: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = build_metaspace()
+    tokenizer.decoder = decoders.Sequence(parts) if len(parts) > 1 else parts[0]
+    monkeypatch.setattr(WindowPieces, "push", (forbidden if by_itself and prompt != ["<s>"] else WindowPieces.push))
+    number: Any = tokenizer.token_to_id
+    before = [number(each) for each in prompt]
+    start = len(tokenizer.decode(before))
+    for words in itertools.product(WORDS, ["</s>", *WORDS], WORDS):
+        ids = [number(each) for each in words]
+        shown, _ = stream(make(tokenizer, before), ids)
+        assert "".join(shown) == tokenizer.decode([*before, *ids])[start:]
+
+
+@pytest.mark.parametrize("whole", [decoders.Strip(" ", 0, 1), decoders.Replace("o▁", "O"), decoders.CTC()])
+def test_tokens_whose_text_depends_on_others_do_not_join(whole: Any) -> None:
+    tokenizer = build_metaspace()
+    tokenizer.decoder = decoders.Sequence([SPACES, decoders.Fuse(), whole])
+    assert not joins(tokenizer)
+
+
+def forbidden(*_: object) -> str:
+    raise AssertionError("a window of tokens was decoded")
+
+
 def test_names_of_bytes_are_text_without_byte_fallback() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<0xE6>": 0, "b": 1}, unk_token="b"))
     tokenizer.decoder = decoders.Fuse()
     assert stream(make(tokenizer, [1]), [0, 1])[0] == ["<0xE6>", "b", ""]
 
 
-def test_stop_text_is_cut_and_its_beginning_never_shown() -> None:
-    shown, stop = stream(make(BYTE_LEVEL, stop=["<END>"]), letters("a<b<EN<END>rest"))
-    assert stop == "<END>"
-    assert "".join(shown) == "a<b<EN"
-    assert shown[:6] == ["a", "", "<b", "", "", ""]
-    shown, _ = stream(make(BYTE_LEVEL, stop=["<END>"], include_stop_str_in_output=True), letters("a<END>rest"))
-    assert "".join(shown) == "a<END>"
-
-
-def test_what_only_looked_like_a_stop_string_is_shown_at_the_end() -> None:
-    shown, stop = stream(make(BYTE_LEVEL, stop=["<END>"]), letters("x<EN"))
-    assert (stop, shown[-1], "".join(shown)) == (None, "<EN", "x<EN")
-
-
-def test_the_earliest_of_several_matches_wins() -> None:
-    tokenizer = Tokenizer(models.BPE(vocab={"xyzab": 0, "q": 1}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    shown, stop = stream(make(tokenizer, stop=["b", "za", "zab", "nope"]), [1, 0])
-    assert (stop, "".join(shown)) == ("za", "qxy")
-
-
-def test_text_within_min_tokens_is_not_searched_but_may_begin_a_match() -> None:
-    shown, stop = stream(make(BYTE_LEVEL, stop=["ab"], min_tokens=2), letters("abab"))
-    assert (stop, "".join(shown)) == ("ab", "ab")
-    shown, stop = stream(make(BYTE_LEVEL, stop=["bc"], min_tokens=2), letters("abcd"))
-    assert (stop, "".join(shown)) == ("bc", "a")
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    text=st.text("ab<é", max_size=20),
-    stops=st.lists(st.text("ab<é", min_size=1, max_size=4), min_size=1, max_size=3),
-)
-def test_stop_strings_against_searching_every_prefix(text: str, stops: list[str]) -> None:
-    shown, stop = stream(make(BYTE_LEVEL, stop=stops), letters(text))
-    for end in range(len(text) + 1):
-        found = [(text[:end].find(s), i) for i, s in enumerate(stops) if text[:end].find(s) >= 0]
-        if found:
-            start, which = min(found)
-            assert (stop, "".join(shown)) == (stops[which], text[:start])
-            return
-    assert (stop, "".join(shown)) == (None, text)
-
-
 def test_no_text_where_none_is_wanted_or_possible() -> None:
     request = make_request("r", [0], params=SamplingParams(detokenize=False))
     assert DetokenizerFactory(BYTE_LEVEL)(request) is None
     assert DetokenizerFactory(None)(make_request("r", [0])) is None
-
-
-def test_nothing_is_taken_after_a_stop_string() -> None:
-    text = make(BYTE_LEVEL, stop=["a"])
-    assert text.push(letters("a")[0]) == "a"
-    with pytest.raises(RuntimeError, match="after a stop string"):
-        text.push(0)

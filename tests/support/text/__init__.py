@@ -1,0 +1,1 @@
+"""Text of tokens, for tests."""
