@@ -47,7 +47,7 @@ class SlotTable:
         self.constrained: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.sampling: list[Sampling] = [Sampling(seed=0)] * num_slots
         # Single elements are read and written faster through these.
-        self._known, self._computed, self._num_blocks = self.known_len.data, self.computed.data, self.num_blocks.data
+        self._known, self._computed = self.known_len.data, self.computed.data
 
     def clear(self) -> None:
         """Remove all sequences."""
@@ -94,9 +94,10 @@ class SlotTable:
             self.versions[slot, first:last] = row.new_block_versions
             self.num_blocks[slot] = last
 
-    def room(self, slot: int) -> int:
-        """Return how many places the slot's blocks have after its known tokens."""
-        return self._num_blocks[slot] * self.block_size - self._known[slot]
+    def room(self, slots_R: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return how many places the blocks of each slot have after its known tokens."""
+        room_R: npt.NDArray[np.int64] = self.num_blocks[slots_R] * self.block_size - self.known_len[slots_R]
+        return room_R
 
     def write_draft(self, slot: int, token_ids: tuple[int, ...] | list[int]) -> None:
         """Write draft tokens after the known tokens, from where they are fed and penalties count them."""

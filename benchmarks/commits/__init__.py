@@ -4,8 +4,13 @@
 
 The earlier commit is checked out into a folder of its own. Both run in processes of their own, which alternate block
 by block. The host's time is that outside model forwards: the work of the controller, the target and the draft around
-them. It is measured with a model of one small layer, which drafts for itself: all draft tokens are accepted, and both
-commits run the same rounds. Models are compiled while the first run goes on: run it twice.
+them, of a median round. It is measured with a model of one small layer, which drafts for itself: all draft tokens are
+accepted, and both commits run the same rounds. Models are compiled while the first run goes on: run it twice.
+
+"on a GPU" is this checkout with its rounds as graphs, on a GPU that is pretended and takes no time: what is left of the
+host's time where sampling, acceptance and the draft's loop are part of the graphs. The launches, the copy each way and
+the wait are not in it. The earlier commit beside it is the one on CPUs: its work around the forwards was the same on
+every device.
 """
 
 import argparse
@@ -28,7 +33,7 @@ from benchmarks.shared import measure, workload
 from benchmarks.shared.json_process import JsonProcess
 from demo import pair
 
-BEFORE, NOW = "before", "now"
+BEFORE, NOW, GRAPHS = "before", "now", "graphs"
 ROWS, ROUNDS, PROMPT, VOCABULARY = 64, 40, 16, 512
 K = 4
 """Draft tokens of each row with the small model."""
@@ -92,15 +97,15 @@ def checkout(commit: str) -> Iterator[Path]:
 class CommitProcess(JsonProcess):
     """The engines of one checkout."""
 
-    def __init__(self, folder: Path, config: str) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         # -P: what lies beside the script is of this commit.
-        command = [sys.executable, "-P", process.__file__, config]
+        command = [sys.executable, "-P", process.__file__, *arguments]
         super().__init__(str(folder), command, {"PYTHONPATH": str(folder)})
         if not Path(self.await_start()).is_relative_to(folder):
             raise RuntimeError(f"the engines are not those of {folder}")
 
     def generate(self, engine: str, tokens: int, prompts: Prompts) -> dict[str, float]:
-        """Return the number of tokens, the seconds, and those outside model forwards."""
+        """Return the number of tokens, the seconds, and the host's of a median round."""
         answer: dict[str, float] = self.ask({"engine": engine, "tokens": tokens, "prompts": list(map(list, prompts))})
         return answer
 
@@ -116,12 +121,12 @@ def blocks_of(name: str, target: Path, number: int) -> tuple[int, list[Prompts]]
 
 
 def compared(name: str, sides: Mapping[str, CommitProcess], tokens: int, blocks: Sequence[Prompts]) -> dict[str, Any]:
-    """Run all blocks on both sides, a different one first each time; print a line, and return the figures.
+    """Run all blocks on all sides, another one first each time; print a line, and return the figures.
 
     Raises:
         ValueError: the sides generated different numbers of tokens.
     """
-    part, number = ("seconds", DEMO_TOKENS) if name.startswith("demo") else ("outside", ROUNDS)
+    part, number = ("seconds", DEMO_TOKENS) if name.startswith("demo") else ("round", 1)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for index, prompts in enumerate(blocks):
         order = list(sides)[:: 1 if index % 2 else -1]
@@ -131,10 +136,12 @@ def compared(name: str, sides: Mapping[str, CommitProcess], tokens: int, blocks:
         for side, answer in answers.items():
             seconds[side] += [answer[part]] if index else []  # the first block warms up
     timings = measure.Timings(np.zeros(len(blocks) - 1), {side: np.array(each) for side, each in seconds.items()})
-    ratio = timings.slowdown(NOW, BEFORE)
     each_ms = {side: 1e3 * float(np.median(values)) / number for side, values in timings.seconds.items()}
-    print(f"| {name} | {each_ms[BEFORE]:.2f} | {each_ms[NOW]:.2f} | {ratio} |", flush=True)
-    return {"ratio": asdict(ratio), "ms": each_ms}
+    ratios = {side: timings.slowdown(side, BEFORE) for side in sides if side != BEFORE}
+    for side, ratio in ratios.items():
+        title = name if side == NOW else f"{name}, on a GPU"
+        print(f"| {title} | {each_ms[BEFORE]:.2f} | {each_ms[side]:.2f} | {ratio} |", flush=True)
+    return {"ratio": {side: asdict(ratio) for side, ratio in ratios.items()}, "ms": each_ms}
 
 
 def main() -> None:
@@ -156,9 +163,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         options = engines(small, target, draft, args.threads, args.num_speculative_tokens)
         folders = {BEFORE: stack.enter_context(checkout(args.before)), NOW: here}
         sides = {side: CommitProcess(folder, json.dumps(options)) for side, folder in folders.items()}
-        for side in sides.values():
+        of_host = {name: each for name, each in options.items() if name.startswith("host")}
+        graphs = CommitProcess(here, json.dumps(of_host), process.ON_GPU)
+        for side in (*sides.values(), graphs):
             stack.callback(side.close)
         print("| engine | before, ms a round or token | now | now / before |\n|---|---|---|---|")
         for name in options:
-            figures[name] = compared(name, sides, *blocks_of(name, target, 1 + args.blocks))
+            all_sides = sides | {GRAPHS: graphs} if name in of_host else sides
+            figures[name] = compared(name, all_sides, *blocks_of(name, target, 1 + args.blocks))
     return figures

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from protos.config.engine import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from protos.draft import Draft, DraftRow
 from protos.draft_module import DraftRunner, Level
 
+Ints = npt.NDArray[np.int64]
 Predict = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Maps states `[N, X]` of nodes, and their depth, to logits `[N, V]` and the features fed with their children `[N, Y]`.
 
@@ -83,9 +86,15 @@ class TreeShape:
         """Return the number of levels of a row's tree."""
         return min(self.depth, row.max_chain)
 
-    def num_fed(self, row: DraftRow) -> int:
-        """Return how many nodes are fed per level: *width*, or fewer if all levels together have less room."""
-        return max(1, min(self.width, row.room // max(1, self.depth_of(row) - 1)))
+    def num_fed(self, depth_R: Ints, room_R: Ints) -> Ints:
+        """Return how many nodes are fed per level: *width*, or fewer if all levels together have less room.
+
+        Args:
+            depth_R: levels of the tree of each row.
+            room_R: see `DraftRow.room`.
+        """
+        num_fed_R: Ints = np.clip(room_R // np.maximum(1, depth_R - 1), 1, self.width)
+        return num_fed_R
 
 
 CHAINS = TreeShape(1, MAX_SPECULATIVE_TOKENS)
@@ -127,14 +136,13 @@ class DynamicTree:
         Rows stop separately, at levels without confident nodes. That shape depends on the tokens, which the rule
         "coupled" allows.
         """
-        depth_R = [self._shape.depth_of(row) for row in self._rows]
+        depth_R = np.array([self._shape.depth_of(row) for row in self._rows])
+        num_fed_R = self._shape.num_fed(depth_R, np.array([row.room for row in self._rows]))
         best = self._first_level(states_RX)
         fed_R = torch.zeros_like(self._row_R)
-        for level in range(1, max(depth_R)):
-            limits = [
-                self._shape.num_fed(row) if level < depth else 0 for row, depth in zip(self._rows, depth_R, strict=True)
-            ]
-            is_fed_RW = self._rank_W < torch.tensor(limits, device=fed_R.device)[:, None]
+        for level in range(1, depth_R.max()):
+            limits_R = torch.from_numpy(np.where(level < depth_R, num_fed_R, 0)).to(fed_R.device)
+            is_fed_RW = self._rank_W < limits_R[:, None]
             is_fed_RW &= self._nodes.scores_RM.gather(1, best.nodes_RW) > _DROPPED
             if self._shape.threshold:
                 is_fed_RW &= best.own_RW.exp() >= self._shape.threshold

@@ -247,7 +247,10 @@ class Sequence:
 class ScheduledSequence:
     """One sequence in the step being planned; becomes a `Row`. `length` known tokens are fed, then *k* draft tokens.
 
-    `source` is that of the draft, as the policy numbers them.
+    Attributes:
+        source: that of the draft, as the policy numbers them.
+        end: position after the last known token fed.
+        samples: whether its newest known token is fed.
     """
 
     sequence: Sequence
@@ -255,21 +258,17 @@ class ScheduledSequence:
     k: int = 0
     draft: Draft | None = None
     source: int = 0
+    end: int = field(init=False)
+    samples: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = self.sequence.num_computed + self.length
+        self.samples = self.end == len(self.sequence.token_ids)
 
     @property
     def depth(self) -> int:
         """See `Sequence.depth`."""
         return self.sequence.depth
-
-    @property
-    def end(self) -> int:
-        """Position after the last known token fed."""
-        return self.sequence.num_computed + self.length
-
-    @property
-    def samples(self) -> bool:
-        """Whether its newest known token is fed."""
-        return self.length == self.sequence.num_uncomputed
 
     def shrink(self, k: int) -> None:
         """Keep the first *k* nodes of the draft."""

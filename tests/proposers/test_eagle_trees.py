@@ -135,8 +135,9 @@ def test_the_draft_is_fed_top_k_nodes_of_each_level(shape: tuple[int, int, int],
 
 def test_beams_are_narrowed_to_the_room_in_the_cache() -> None:
     shape = TreeShape(10, 8)
-    assert [shape.num_fed(DraftRow(0, 59, room=room)) for room in (1000, 70, 69, 21, 8)] == [10, 10, 9, 3, 1]
-    assert shape.num_fed(DraftRow(0, 59, depth=3, room=59)) == 10
+    rooms = np.array([1000, 70, 69, 21, 8])
+    assert shape.num_fed(np.full(5, shape.depth_of(DraftRow(0, 59))), rooms).tolist() == [10, 10, 9, 3, 1]
+    assert shape.num_fed(np.array([shape.depth_of(DraftRow(0, 59, depth=3))]), np.array([59])).tolist() == [10]
 
 
 def test_places_for_drafting_are_those_of_all_nodes_fed() -> None:

@@ -280,7 +280,7 @@ class BlockValidity:
         Earlier ones stay valid if they reach up to *first*, and become invalid otherwise. Sequences that share a prefix
         may name a block twice: what one of them marks counts for the next.
         """
-        if len(np.unique(blocks_B)) == len(blocks_B):
+        if len(set(blocks_B.tolist())) == len(blocks_B):
             self._mark(blocks_B, versions_B, first_B, end_B)
         else:
             for b in range(len(blocks_B)):

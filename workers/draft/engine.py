@@ -73,7 +73,8 @@ class DraftEngine:
 
     def asked(self, rows: Seq[Row]) -> list[DraftRow]:
         """Return what the proposer is asked for *rows*."""
-        return [DraftRow(row.slot, row.k, depth=row.depth, room=self.worker.slots.room(row.slot)) for row in rows]
+        rooms = self.worker.slots.room(np.array([row.slot for row in rows], np.int64)).tolist()
+        return [DraftRow(row.slot, row.k, depth=row.depth, room=room) for row, room in zip(rows, rooms, strict=True)]
 
     def _checked(self, rows: list[DraftRow], propose: Callable[[list[DraftRow]], list[Draft]]) -> list[Draft]:
         """Return what *propose* returns, without tokens that are out of range; no drafts where it fails."""
@@ -163,7 +164,8 @@ class DraftEngine:
     def _try(self, num_rows: int, known: int, k: int) -> float:
         """Return the seconds of a proposal of *k* tokens for each of *num_rows* dummy sequences of *known* tokens."""
         self._add_dummies(num_rows, known)
-        rows = [DraftRow(slot, k, room=self.worker.slots.room(slot)) for slot in range(num_rows)]
+        rooms = self.worker.slots.room(np.arange(num_rows)).tolist()
+        rows = [DraftRow(slot, k, room=room) for slot, room in enumerate(rooms)]
         started = time.perf_counter()
         self.worker.propose(self.proposer, rows)
         return time.perf_counter() - started

@@ -16,7 +16,7 @@ from protos.draft import NO_DRAFT, Draft, DraftRow
 from protos.draft_module import Level
 from protos.interfaces import Proposer
 from protos.layers import Needs
-from workers.attention.batch import Batch, Flags, Ints
+from workers.attention.batch import Batch, Ints
 from workers.draft.early_stop import EarlyStop
 from workers.draft.sampling import DraftPositions, DraftSampler
 from workers.draft.target_cache import cache_of
@@ -79,7 +79,7 @@ class DraftWorker:
 
     def propose(self, proposer: Proposer, rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft for every row; rows whose cache lags too far catch up a part of it and get none."""
-        return self._propose(proposer, rows, self.within_budget(rows))
+        return self._propose(proposer, rows, self.within_budget(_slots(rows), _levels(rows)).tolist())
 
     def propose_at_once(self, proposer: Proposer, slots: Seq[int], rows: Seq[DraftRow]) -> list[Draft]:
         """Return a draft for every row without delay: rows whose cache lags far get none.
@@ -91,7 +91,7 @@ class DraftWorker:
         """
         lag = dict(zip(slots, self.cache.lacking(np.array(slots, np.int64)).tolist(), strict=True))
         near, self.left = [], self.max_catch_up
-        for i in np.flatnonzero(self._fits(rows, _slots(rows))).tolist():
+        for i in np.flatnonzero(self.cache.fits(_slots(rows), _levels(rows))).tolist():
             fed = max(0, lag[rows[i].slot]) + 1
             if fed <= min(self.left, MAX_LAG):
                 near.append(i)
@@ -277,23 +277,22 @@ class DraftWorker:
                 drafts[i] = draft
         return drafts
 
-    def within_budget(self, rows: Seq[DraftRow]) -> list[int]:
-        """Return the rows that can catch up in this round; feed a part of the first that cannot."""
-        slots_R, ready, self.left = _slots(rows), [], self.max_catch_up
-        fed = (self.cache.lacking(slots_R) + 1).tolist()
-        for i in np.flatnonzero(self._fits(rows, slots_R)).tolist():
-            if fed[i] <= self.left:
-                ready.append(i)
-                self.left -= fed[i]
-            elif self.left > 0:
-                at, first_R = slots_R[i : i + 1], self.cache.held[slots_R[i : i + 1]]
-                self.cache.feed(at, first_R, first_R + self.left)
-                self.left = 0
+    def within_budget(self, slots_R: Ints, levels_R: Ints) -> Ints:
+        """Return the rows that can draft so many levels in this round; feed a part of the first that lacks too much."""
+        fed_R = self.cache.lacking(slots_R) + 1  # and the newest token
+        fitting = np.flatnonzero(self.cache.fits(slots_R, levels_R))
+        total_M = np.cumsum(fed_R[fitting])
+        ready = fitting[np.logical_and.accumulate(total_M <= self.max_catch_up)]
+        self.left = self.max_catch_up - int(fed_R[ready].sum())
+        if len(ready) < len(fitting) and self.left > 0:
+            at = slots_R[fitting[len(ready) :][:1]]
+            self.cache.feed(at, self.cache.held[at], self.cache.held[at] + self.left)
+            self.left = 0
         return ready
 
-    def _fits(self, rows: Seq[DraftRow], slots_R: Ints) -> Flags:
-        """Return where the draft has room for what a row wants, and the features to begin with."""
-        return self.cache.fits(slots_R, np.array([row.max_chain for row in rows], np.int64))
+
+def _levels(rows: Seq[DraftRow]) -> Ints:
+    return np.array([row.max_chain for row in rows], np.int64)
 
 
 def _slots(rows: Seq[DraftRow]) -> Ints:

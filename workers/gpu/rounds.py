@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PREFIXES = [tuple(range(length)) for length in range(65)]
+"""The paths of chains, by the number of tokens that are accepted."""
+
 
 @dataclass(frozen=True)
 class CapturedSteps:
@@ -127,8 +130,8 @@ class DeviceRounds:
         if self._group.rank:
             self._captured.buffers.results.done.record()
             return RoundDone(plan.round, [])
-        lines = self._receive(size, len(slots_R))
-        return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), 0.0, began)
+        lines_RX = self._receive(size, len(slots_R))
+        return self._done(plan, _verdicts(plan.rows, drafted_R, trees, lines_RX), 0.0, began)
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, device: DeviceDrafts) -> RoundDone | None:
         """Draft on the device, and score what was drafted."""
@@ -136,7 +139,7 @@ class DeviceRounds:
         if self._key(limits, is_drafting=True) not in self._captured.loops:
             return None
         began = time.monotonic()
-        planned = self._prepared(device, plan.rows)
+        planned = self._prepared(device, plan.rows, slots_R)
         size, kind = self._key(limits, is_drafting=bool(planned.drafted_R.any()))
         if (size, kind) not in self._captured.targets:
             return None
@@ -149,15 +152,18 @@ class DeviceRounds:
             self._captured.loops.launch((size, kind))
         self._loop_timer.end()
         self._launch(size, kind, len(slots_R))
-        lines = self._receive(size, len(slots_R))
+        lines_RX = self._receive(size, len(slots_R))
         drafted_s = prepared_s + self._loop_timer.seconds  # a launch returns before the loop has run
-        drafts = device.finish(slots_R, planned, [line[size.queries + 1 :] for line in lines])
-        return self._done(plan, _verdicts(plan.rows, drafts, lines, size.queries), drafted_s, began)
+        drafted_RX = lines_RX[:, size.queries + 1 :]
+        device.record(slots_R, planned, drafted_RX)
+        drafted_R = np.where(planned.drafted_R, drafted_RX[:, size.queries - 1], 0)
+        trees = device.trees(planned, drafted_RX)
+        return self._done(plan, _verdicts(plan.rows, drafted_R, trees, lines_RX), drafted_s, began)
 
-    def _prepared(self, device: DeviceDrafts, rows: Seq[Row]) -> DraftPlan:
+    def _prepared(self, device: DeviceDrafts, rows: Seq[Row], slots_R: Ints) -> DraftPlan:
         """Return what the draft does. Failures cost draft tokens."""
         try:
-            return device.prepare(rows)
+            return device.prepare(rows, slots_R)
         except torch.OutOfMemoryError as shortage:
             device.run_out(shortage)
         except Exception:
@@ -191,11 +197,10 @@ class DeviceRounds:
         if self._worker.needs != "none":
             self._worker.keep_features(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(kind))
 
-    def _receive(self, size: Size, count: int) -> list[list[int]]:
-        """Return the lines of the step's result for *count* rows."""
+    def _receive(self, size: Size, count: int) -> Ints:
+        """Return the lines of the step's result for *count* rows. They are valid until the next round."""
         numbers = self._captured.buffers.results.receive(size.rows * LINE * size.queries, self._group)
-        lines: list[list[int]] = numbers.reshape(size.rows, -1)[:count].tolist()
-        return lines
+        return numbers.reshape(size.rows, -1)[:count]
 
     def _done(self, plan: RoundPlan, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
         if self._area is not None and plan.speculates:
@@ -203,24 +208,27 @@ class DeviceRounds:
         return RoundDone(plan.round, verdicts, drafted_s, time.monotonic() - began - drafted_s, 0.0)
 
 
-def _verdicts(rows: Seq[Row], drafts: Seq[Draft], lines: Seq[list[int]], queries: int) -> list[Verdict]:
-    """Return the verdict of each row from its line of the result, see `TargetStep`."""
+def _verdicts(rows: Seq[Row], drafted_R: Ints, trees: Mapping[int, Draft], lines_RX: Ints) -> list[Verdict]:
+    """Return the verdict of each row.
+
+    Args:
+        rows: R of them.
+        drafted_R: number of draft tokens.
+        trees: the drafts that are no chains, by row.
+        lines_RX: the result, see `TargetStep`.
+    """
+    queries, drafted = lines_RX.shape[1] // LINE, drafted_R.tolist()
     return [
-        _chain_verdict(row.slot, draft, line, queries)
-        if draft.is_chain
-        else _tree_verdict(row.slot, draft, line, queries)
-        for row, draft, line in zip(rows, drafts, lines, strict=True)
+        _tree_verdict(row.slot, trees[r], line, queries)
+        if r in trees
+        else _verdict(row.slot, drafted[r], PREFIXES[line[queries].bit_length() if line[queries] >= 0 else 64], line)
+        for r, (row, line) in enumerate(zip(rows, lines_RX.tolist(), strict=True))
     ]
 
 
-def _chain_verdict(slot: int, draft: Draft, line: list[int], queries: int) -> Verdict:
-    path = range(line[queries].bit_length()) if line[queries] >= 0 else range(64)
-    return _verdict(slot, len(draft), path, line)
-
-
 def _tree_verdict(slot: int, tree: Draft, line: list[int], queries: int) -> Verdict:
-    parents, path = tree.node_parents(), list[int]()
-    for node, parent in enumerate(parents):
+    path = list[int]()
+    for node, parent in enumerate(tree.node_parents()):
         # Of equal siblings only the first is on the path.
         if line[queries] >> node & 1 and parent == (path[-1] if path else -1):
             path.append(node)
@@ -228,9 +236,9 @@ def _tree_verdict(slot: int, tree: Draft, line: list[int], queries: int) -> Verd
 
 
 def _verdict(slot: int, drafted: int, path: Seq[int], line: list[int]) -> Verdict:
-    emitted = [line[0], *(line[node + 1] for node in path)]
+    emitted = [line[0], *[line[node + 1] for node in path]]
     if emitted[0] == -1:
         return Verdict(slot, failed=NOT_A_NUMBER)
     if emitted[-1] == -1:  # after the last accepted token, which may end the sequence; else the next round fails
         path, emitted = path[:-1], emitted[:-1]
-    return Verdict(slot, emitted, drafted, list(path))
+    return Verdict(slot, emitted, drafted, path)

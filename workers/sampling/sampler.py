@@ -282,10 +282,9 @@ def by_part(
     first_N: Flags, sample_first: SampleFunction, sample_rest: SampleFunction, batch: SampledRows
 ) -> torch.Tensor:
     """Sample rows marked in `first_N` with one function, the rest with the other; copy logits if both have rows."""
-    if first_N.all():
-        return sample_first(*batch)
-    if not first_N.any():
-        return sample_rest(*batch)
+    num_first = np.count_nonzero(first_N)
+    if num_first in {0, len(first_N)}:
+        return sample_first(*batch) if num_first else sample_rest(*batch)
     logits_NV, slots_N, index_N = batch
     ids_N = torch.empty(len(slots_N), dtype=torch.int64, device=logits_NV.device)
     for part, function in ((np.flatnonzero(first_N), sample_first), (np.flatnonzero(~first_N), sample_rest)):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from protos.draft import Draft
 from protos.messages import Row
 from workers.gpu.choosing import SAMPLER_KINDS, accepted, choose, sampler_kind
+from workers.gpu.inputs import LINE
 from workers.gpu.kernels.sampling import KernelLimits, sample_tokens
 from workers.gpu.rounds import _tree_verdict, _verdicts
 from workers.gpu.sizes import SamplerKind
@@ -124,5 +125,7 @@ def test_64_draft_tokens_fit_a_word() -> None:
     parents = (torch.arange(65) - 1).clamp_min(0)[None]
     sampled = torch.cat((tokens[:, 1:], torch.tensor([[9]])), 1)
     nodes = accepted(sampled, tokens, parents, torch.tensor([64])).item()
-    verdict = _verdicts([Row(0, 4, 1, 5)], [Draft(tuple(range(1, 65)))], [[*sampled[0].tolist(), int(nodes)]], 65)[0]
+    line_X = np.zeros(LINE * 65, np.int64)
+    line_X[:65], line_X[65] = sampled[0].numpy(), nodes
+    verdict = _verdicts([Row(0, 4, 1, 5)], np.array([64]), {}, line_X[None])[0]
     assert list(verdict.path) == list(range(64))

@@ -49,36 +49,36 @@ class DeviceDrafts:
         if not self._has_cache:
             self.num_known = 1
 
-    def prepare(self, rows: Seq[Row]) -> DraftPlan:
+    def prepare(self, rows: Seq[Row], slots_R: Ints) -> DraftPlan:
         """Return what rows draft: nothing if they cannot. Rows that lack many tokens catch up first."""
         self._engine.begin()
-        asked = self._engine.asked(rows)
-        wanting = [r for r, row in enumerate(asked) if row.max_chain]
-        ready = {wanting[i] for i in self._worker.within_budget([asked[r] for r in wanting])}
-        return self.plan([row if r in ready else DraftRow(row.slot, 0) for r, row in enumerate(asked)])
+        k_R, levels_R = _wanted(rows)
+        wanting = np.flatnonzero(levels_R)
+        ready = wanting[self._worker.within_budget(slots_R[wanting], levels_R[wanting])]
+        is_ready_R = np.zeros(len(rows), np.bool_)
+        is_ready_R[ready] = True
+        return self._plan(slots_R, k_R * is_ready_R, levels_R * is_ready_R)
 
     def run_out(self, shortage: torch.OutOfMemoryError) -> None:
         """Have smaller rounds after `prepare` found too little memory."""
         self._engine.run_out(shortage)
 
-    def plan(self, rows: Seq[DraftRow]) -> DraftPlan:
+    def plan(self, rows: Seq[DraftRow], slots_R: Ints) -> DraftPlan:
         """Return what rows draft that are ready to; feed what they lack, but for what the graph feeds."""
-        slots_R = np.array([row.slot for row in rows], np.int64)
-        drafted_R = np.array(
-            [row.max_chain and (row.k if self._is_tree else min(row.max_chain, self._shape.depth)) for row in rows],
-            np.int64,
-        )
-        lacking_R = self._catch_up(slots_R, drafted_R) if self._has_cache else np.zeros_like(drafted_R)
-        levels_R = np.array([self._shape.depth_of(row) if row.max_chain else 0 for row in rows], np.int64)
-        widths_R = np.array([self._shape.num_fed(row) for row in rows], np.int64)
+        return self._plan(slots_R, *_wanted(rows))
+
+    def _plan(self, slots_R: Ints, k_R: Ints, levels_R: Ints) -> DraftPlan:
+        levels_R = np.minimum(levels_R, self._shape.depth)
+        drafted_R = np.where(levels_R > 0, k_R, 0) if self._is_tree else levels_R
+        nothing_R = np.zeros_like(levels_R)
         lowest_R = self._worker.cache.lowest(slots_R)
         return DraftPlan(
             drafted_R,
-            lacking_R,
+            self._catch_up(slots_R, drafted_R) if self._has_cache else nothing_R,
             levels_R,
-            widths_R,
+            self._shape.num_fed(levels_R, self._worker.slots.room(slots_R)) if self._is_tree else nothing_R,
             self._columns(slots_R, drafted_R),
-            np.zeros_like(drafted_R) if lowest_R is None else lowest_R,
+            nothing_R if lowest_R is None else lowest_R,
         )
 
     def _catch_up(self, slots_R: Ints, drafted_R: Ints) -> Ints:
@@ -97,23 +97,31 @@ class DeviceDrafts:
             columns_R[rows] = self.area.stage(slots_R[rows])
         return columns_R
 
-    def finish(self, slots_R: Ints, plan: DraftPlan, lines: Seq[list[int]]) -> list[Draft]:
-        """Return the drafts, and record what was fed for them.
+    def record(self, slots_R: Ints, plan: DraftPlan, drafted_RX: Ints) -> None:
+        """Record what was fed for drafts.
 
         Args:
             slots_R: of the rows.
             plan: of this round.
-            lines: what `workers.gpu.target_step.write_drafts` wrote for each row.
+            drafted_RX: what `workers.gpu.target_step.write_drafts` wrote.
         """
-        drafts = [self._draft(line) if wanted else NO_DRAFT for line, wanted in zip(lines, plan.drafted_R, strict=True)]
         rows = np.flatnonzero(plan.drafted_R)
-        if len(rows) and self._has_cache:
-            lines_RX = np.array([lines[r] for r in rows.tolist()], np.int64)
-            drafted_R = lines_RX[:, lines_RX.shape[1] // 2]
-            # The last token of a chain is not fed.
-            fed_R = np.zeros_like(drafted_R) if self._is_fed_again else np.maximum(drafted_R - 1, 0)
-            self._worker.cache.record_chains(slots_R[rows], lines_RX, fed_R)
-        return drafts
+        if not len(rows) or not self._has_cache:
+            return
+        # Of a chain the last token is not fed.
+        num_R = drafted_RX[rows, drafted_RX.shape[1] // 2]
+        fed_R = np.zeros_like(num_R) if self._is_fed_again else np.maximum(num_R - 1, 0)
+        self._worker.cache.record_chains(slots_R[rows], drafted_RX[rows], fed_R)
+
+    def trees(self, plan: DraftPlan, drafted_RX: Ints) -> dict[int, Draft]:
+        """Return the drafts that are no chains, by row; arguments as for `record`."""
+        drafts = self.drafts(plan, drafted_RX) if self._is_tree else ()
+        return {r: draft for r, draft in enumerate(drafts) if not draft.is_chain}
+
+    def drafts(self, plan: DraftPlan, drafted_RX: Ints) -> list[Draft]:
+        """Return the drafts; arguments as for `record`."""
+        wanted_R, lines = plan.drafted_R.tolist(), drafted_RX.tolist()
+        return [self._draft(line) if wanted else NO_DRAFT for line, wanted in zip(lines, wanted_R, strict=True)]
 
     def _draft(self, line: list[int]) -> Draft:
         most = len(line) // 2
@@ -121,3 +129,9 @@ class DeviceDrafts:
         if not self._is_tree:
             return Draft(tokens)
         return Draft(tokens, tuple(column - 1 for column in line[most + 1 : most + 1 + count])).first(count)
+
+
+def _wanted(rows: Seq[Row] | Seq[DraftRow]) -> tuple[Ints, Ints]:
+    """Return the most draft tokens of each row, and the most levels."""
+    k_R = np.array([row.k for row in rows], np.int64)
+    return k_R, np.minimum(k_R, np.array([row.depth for row in rows], np.int64))

@@ -52,8 +52,10 @@ class GraphedDrafts:
         key = self._key(slots_R, max((row.k for row in rows), default=0))
         if key is None or key not in self._loops:
             return self._ordinary.propose(rows)
-        plan = self._drafts.plan(rows)
-        return self._drafts.finish(slots_R, plan, self._draft(key, slots_R, plan).tolist())
+        plan = self._drafts.plan(rows, slots_R)
+        drafted_RX = self._draft(key, slots_R, plan)
+        self._drafts.record(slots_R, plan, drafted_RX)
+        return self._drafts.drafts(plan, drafted_RX)
 
     def _key(self, slots_R: Ints, most_drafted: int) -> StepKey | None:
         """Return the key of the graph for these rows; None if there can be none."""
