@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from runtime.http.errors import ApiError, error_body
 from runtime.http.server.limits import ConnectionLimits
 from runtime.http.server.open_connections import OpenConnections
+from runtime.http.server.request_parser import RequestParser
 
 REASONS = {
     400: "Bad Request",
@@ -56,6 +57,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = RequestParser(self)  # type: ignore[assignment]  # what uvicorn uses of a parser
         self._head_bytes = self._body_bytes = 0
         self._reading = Reading.HEAD
         self._has_content = False  # whether what was just read ends a request, or has a part of its body

@@ -101,6 +101,30 @@ def test_trailers_are_no_headers_and_bounded() -> None:
                 assert answer.count(b"HTTP/1.1") <= 1  # it may have been answered before they came
 
 
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+"""What Java's client sends with the first request on a connection."""
+
+
+@pytest.mark.parametrize("cut", [0, 40, None])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_requests_that_offer_another_protocol_keep_their_body(is_chunked: bool, cut: int | None) -> None:
+    body = b'{"prompt": [5], "max_tokens": 2}'
+    head = HEAD.removesuffix(b"\r\n") % len(body) + OFFER + b"\r\n"
+    if is_chunked:
+        head = head.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked")
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    health = b"GET /health HTTP/1.1\r\nHost: x\r\n" + OFFER + b"Connection: close\r\n\r\n"
+    with guarded() as served, socket.create_connection(("127.0.0.1", served.port), 60) as connection:
+        sent = head + body + health  # the second one is pipelined
+        at = len(head) if cut is None else cut
+        connection.sendall(sent[:at])
+        time.sleep(0.1)
+        connection.sendall(sent[at:])
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert received.count(b"HTTP/1.1 200 ") == 2, received
+    assert received.count(b'"object":"text_completion"') == 1
+
+
 def test_a_malformed_body_is_told_so_once() -> None:
     bad = CHUNKED.removesuffix(b"0\r\n") % b"Content-Type: application/json\r\n" + b"no size\r\n"
     with guarded() as served:
