@@ -61,9 +61,10 @@ class IdleDevice:
 def _result(size: int) -> npt.NDArray[np.int64]:
     """Return a result of so many numbers: see `workers.gpu.target_step.TargetStep`."""
     from benchmarks.commits import ROWS  # noqa: PLC0415 - earlier commits have none
+    from workers.gpu.inputs import LINE  # noqa: PLC0415
 
     lines_RX = np.zeros((ROWS, size // ROWS), np.int64)
-    num_queries = lines_RX.shape[1] // 3
+    num_queries = lines_RX.shape[1] // LINE
     lines_RX[:, num_queries] = (1 << (num_queries - 1)) - 1
     lines_RX[:, 2 * num_queries] = num_queries - 1
     return lines_RX.ravel()

@@ -155,8 +155,7 @@ class DeviceRounds:
         lines_RX = self._receive(size, len(slots_R))
         drafted_s = prepared_s + self._loop_timer.seconds  # a launch returns before the loop has run
         drafted_RX = lines_RX[:, size.queries + 1 :]
-        device.record(slots_R, planned, drafted_RX)
-        drafted_R = np.where(planned.drafted_R, drafted_RX[:, size.queries - 1], 0)
+        drafted_R = device.record(slots_R, planned, drafted_RX)
         trees = device.trees(planned, drafted_RX)
         return self._done(plan, _verdicts(plan.rows, drafted_R, trees, lines_RX), drafted_s, began)
 

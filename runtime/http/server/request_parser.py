@@ -4,37 +4,10 @@ Java's client offers HTTP/2 with the first request on a connection (`Upgrade: h2
 head of such a request for the other protocol, though it is the request's body.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import httptools
-
-
-class Callbacks(Protocol):
-    """What a parser calls."""
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        ...
-
-    def on_url(self, url: bytes) -> None:
-        """Take a part of the target."""
-        ...
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or a trailer."""
-        ...
-
-    def on_headers_complete(self) -> None:
-        """The head is whole."""
-        ...
-
-    def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
-        ...
-
-    def on_message_complete(self) -> None:
-        """The request is whole."""
-        ...
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class RequestParser:
@@ -43,14 +16,15 @@ class RequestParser:
     The beginning of such a request, its target and its headers are announced twice.
 
     Args:
-        callbacks: as for httptools.
+        protocol: has the callbacks, and what they took: the target and the headers of the last head.
     """
 
-    def __init__(self, callbacks: Callbacks) -> None:
-        self._callbacks = callbacks
-        self._url, self._headers = b"", list[tuple[bytes, bytes]]()
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        self._protocol = protocol
         self._declines = False
-        self.on_body = callbacks.on_body
+        # httptools calls these, and the two methods below.
+        self.on_message_begin, self.on_body = protocol.on_message_begin, protocol.on_body
+        self.on_url, self.on_header = protocol.on_url, protocol.on_header
         self._parser = self._new()
 
     def _new(self) -> Any:
@@ -79,9 +53,8 @@ class RequestParser:
 
     def _head(self) -> bytes:
         """Return the head of the request that was parsed last, without its offer."""
-        parser = self._parser
-        lines = [b"%s %s HTTP/%s" % (parser.get_method(), self._url, parser.get_http_version().encode())]
-        lines += [b"%s: %s" % header for header in self._headers if header[0].lower() != b"upgrade"]
+        lines = [b"%s %s HTTP/%s" % (self.get_method(), self._protocol.url, self.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
     def get_http_version(self) -> str:
@@ -100,30 +73,13 @@ class RequestParser:
         """See httptools."""
         return bool(self._parser.should_upgrade())
 
-    # Called by httptools.
-
-    def on_message_begin(self) -> None:
-        """See `Callbacks`."""
-        self._url, self._headers = b"", []
-        self._callbacks.on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        """See `Callbacks`."""
-        self._url += url
-        self._callbacks.on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """See `Callbacks`."""
-        self._headers.append((name, value))
-        self._callbacks.on_header(name, value)
-
     def on_headers_complete(self) -> None:
-        """See `Callbacks`. Of a head that will be parsed again, this is not announced."""
+        """See httptools. Of a head that will be parsed again, this is not announced."""
         self._declines = self.should_upgrade() and self.get_method() != b"CONNECT"
         if not self._declines:
-            self._callbacks.on_headers_complete()
+            self._protocol.on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """See `Callbacks`."""
+        """See httptools."""
         if not self._declines:
-            self._callbacks.on_message_complete()
+            self._protocol.on_message_complete()

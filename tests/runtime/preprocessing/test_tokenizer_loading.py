@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from protos.config.engine import ModelConfig
 from protos.errors import ModelError
 from runtime.text.tokenizer import load_tokenizer
+from tests.support.text.byte_level import train_byte_level
 
 ROOT = Path(__file__).parents[3]
 LOAD = """
@@ -52,17 +52,7 @@ def test_skip_tokenizer_init_loads_nothing() -> None:
 
 def test_a_tokenizer_in_its_older_files_is_converted(tmp_path: Path) -> None:
     # facebook/opt-* on the Hub have no tokenizer.json.
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.train_from_iterator(
-        ["def f(x): return x"] * 9,
-        trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=["</s>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    core = train_byte_level(["def f(x): return x"] * 9, 300, ["</s>"])
     parts = json.loads(core.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(parts["vocab"]))
     (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in parts["merges"]))

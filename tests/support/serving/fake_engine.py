@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from msgspec import structs
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 
 from protos.config.engine import CacheConfig, SchedulerConfig, SpeculativeConfig
 from protos.errors import ModelError
@@ -33,6 +33,7 @@ from runtime.text.detokenizer import DetokenizerFactory
 from runtime.text.preprocessor import Preprocessor
 from tests.support.in_one_process import InOneProcess
 from tests.support.serving.thread_channel import ThreadChannel
+from tests.support.text.byte_level import train_byte_level
 
 EOS = 0
 TEMPLATE = (
@@ -54,17 +55,7 @@ SENTENCES = ["the quick brown fox jumps over the lazy dog", "naïve café, déj�
 @cache
 def bare_tokenizer() -> Tokenizer:
     """Return a byte-level BPE tokenizer; `transformers` is not needed for it."""
-    bare = Tokenizer(models.BPE())
-    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[AddedToken("<eos>", special=True)],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bare.train_from_iterator(SENTENCES, trainer)
-    return bare
+    return train_byte_level(SENTENCES, 300, [AddedToken("<eos>", special=True)])
 
 
 @cache

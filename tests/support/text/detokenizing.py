@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from protos.sampling import SamplingParams
 from runtime.text.detokenizer import Detokenizer, DetokenizerFactory
 from tests.support.distributed.fake_worker import make_request
+from tests.support.text.byte_level import train_byte_level
 
 CORPUS = [
     "def naïve(x): return x  # déjà vu",
@@ -17,17 +18,8 @@ CORPUS = [
 ]
 
 
-def train_byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-    )
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+def build_byte_level() -> Tokenizer:
+    tokenizer = train_byte_level(CORPUS * 4, 400, ["<s>", "</s>"])
     tokenizer.add_tokens([AddedToken("日本 tool"), AddedToken("é!")])
     return tokenizer
 
@@ -44,7 +36,7 @@ def build_metaspace() -> Tokenizer:
     return tokenizer
 
 
-BYTE_LEVEL = train_byte_level()
+BYTE_LEVEL = build_byte_level()
 METASPACE = build_metaspace()
 
 

@@ -97,21 +97,21 @@ class DeviceDrafts:
             columns_R[rows] = self.area.stage(slots_R[rows])
         return columns_R
 
-    def record(self, slots_R: Ints, plan: DraftPlan, drafted_RX: Ints) -> None:
-        """Record what was fed for drafts.
+    def record(self, slots_R: Ints, plan: DraftPlan, drafted_RX: Ints) -> Ints:
+        """Record what was fed for drafts; return the number of draft tokens of each row.
 
         Args:
             slots_R: of the rows.
             plan: of this round.
             drafted_RX: what `workers.gpu.target_step.write_drafts` wrote.
         """
+        num_R: Ints = np.where(plan.drafted_R, drafted_RX[:, drafted_RX.shape[1] // 2], 0)
         rows = np.flatnonzero(plan.drafted_R)
-        if not len(rows) or not self._has_cache:
-            return
-        # Of a chain the last token is not fed.
-        num_R = drafted_RX[rows, drafted_RX.shape[1] // 2]
-        fed_R = np.zeros_like(num_R) if self._is_fed_again else np.maximum(num_R - 1, 0)
-        self._worker.cache.record_chains(slots_R[rows], drafted_RX[rows], fed_R)
+        if len(rows) and self._has_cache:
+            # Of a chain the last token is not fed.
+            fed_R = np.zeros_like(num_R) if self._is_fed_again else np.maximum(num_R - 1, 0)
+            self._worker.cache.record_chains(slots_R[rows], drafted_RX[rows], fed_R[rows])
+        return num_R
 
     def trees(self, plan: DraftPlan, drafted_RX: Ints) -> dict[int, Draft]:
         """Return the drafts that are no chains, by row; arguments as for `record`."""
