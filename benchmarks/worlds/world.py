@@ -75,7 +75,7 @@ class TimedChooser:
 
     def __init__(self, inner: Chooser, clock: WorkClock) -> None:
         self._inner, self._clock = inner, clock
-        self.age, self.describe = inner.age, inner.describe
+        self.age, self.describe, self.sizes = inner.age, inner.describe, inner.sizes
 
     def choose(self, rows: Sequence[DecodingRow], costs: RoundCosts) -> Allocation:
         """See `Chooser`."""

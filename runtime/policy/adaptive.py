@@ -51,7 +51,7 @@ class AdaptivePolicy:
         self.limit, self._chosen = limit, Chosen(limit, len(sources))
         self._chooser, self._costs, self._may_branch, self._clock = chooser, costs, may_branch, clock
         self._switch, self._resuming, self._calibration = Switch(), Resuming(), Calibration()
-        self._trials, self._exploration = Trials(limit), Exploration(limit)
+        self._trials, self._exploration = Trials(limit), Exploration(chooser.sizes)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, Asked] = {}  # of this round, and of idle ones after it
         self._first, self._deciding, self._learning = FirstRounds(limit), Pace(), Pace()
@@ -150,7 +150,7 @@ class AdaptivePolicy:
                 self._calibration.clear()  # it was of other text
                 self._switch.renew()
             self._decided = RunningLoad.of(running)
-            self._catch_up_s = 0.0 if self.current else self._costs.catch_up.needed_s(running)
+            self._catch_up_s = 0.0 if self.current or self._exploration.paid else self._costs.catch_up.needed_s(running)
             self._costs.ended.update(running)
             self._choose(rows, sum([sequence.num_uncomputed for sequence in running]))
         if self.current:

@@ -18,7 +18,13 @@ from runtime.policy.sizes import SizeModel, choose_size, ladder
 
 
 class Chooser(Protocol):
-    """Measures acceptance, and chooses by it."""
+    """Measures acceptance, and chooses by it.
+
+    `sizes` are the numbers of draft tokens for a row whose acceptance is measured, ascending.
+    """
+
+    @property
+    def sizes(self) -> Seq[int]: ...  # noqa: D102
 
     def choose(self, rows: Seq[DecodingRow], costs: RoundCosts) -> Allocation:
         """Return the number of draft tokens of each row from each source that maximises tokens per second."""
@@ -126,6 +132,7 @@ class ChainChooser:
     """For drafts without branches, of at most *limit* tokens."""
 
     def __init__(self, limit: int, sources: Sources = WORKER_ALONE) -> None:
+        self.sizes: Seq[int] = range(1, limit + 1)
         self._sources = sources
         self._models = [AcceptanceModel(limit) for _ in range(len(sources))]
 
@@ -185,7 +192,8 @@ class TreeChooser:
     """For drafts with branches, of at most *limit* nodes. Those of all sources count as one, but for predictions."""
 
     def __init__(self, limit: int, sources: Sources = WORKER_ALONE) -> None:
-        self._model = SizeModel(ladder(limit))
+        self.sizes: Seq[int] = ladder(limit)
+        self._model = SizeModel(self.sizes)
         self._predicted = ChainChooser(limit, sources)
 
     def choose(self, rows: Seq[DecodingRow], costs: RoundCosts) -> Allocation:

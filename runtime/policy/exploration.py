@@ -84,14 +84,14 @@ def num_explored(k: int) -> int:
 class Exploration:
     """In which rounds another number of draft tokens is tried than the one that pays, so that its cost stays known.
 
-    It is one up to *limit*, or none, for several rounds now and then; none earlier if its cost is in doubt.
+    It is one of *sizes*, which ascend, or none, for several rounds now and then; none earlier if its cost is in doubt.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, sizes: Seq[int]) -> None:
+        self._sizes = sizes
         self._random = random.Random(0)
         self._num_rounds = 0  # since the last time
-        self._is_on = self._is_in_doubt = False
+        self._is_on = self._is_in_doubt = self._is_plain = False
         self._usual = self._num_alike = 0  # what pays, and how often others were tried since it does
         self._last = 0  # what was tried last, but for none
         self._next: int | None = None
@@ -104,6 +104,11 @@ class Exploration:
     def is_due(self) -> bool:
         """Whether it should begin in this round."""
         return self._is_on and self._num_rounds >= (DOUBT_EVERY if self._is_in_doubt else self._every)
+
+    @property
+    def paid(self) -> bool:
+        """Whether draft tokens come back after rounds without that were tried: these paid for what the draft missed."""
+        return self._is_plain and self._num_rounds <= EXPLORED_PLAIN + 1
 
     def count(self, num_rounds: int, *, is_on: bool) -> None:
         """Count rounds, if speculation is on in them."""
@@ -130,15 +135,17 @@ class Exploration:
         return self._next
 
     def _draw(self, usual: int, gain: float) -> int:
-        less, more = max(1, int(usual / NEAR)), min(self._limit, math.ceil(usual * NEAR))
-        others = {less, more, self._random.randint(1, self._limit)} - {usual}
+        sizes = self._sizes
+        less = max([size for size in sizes if size <= usual / NEAR], default=sizes[0])
+        more = min([size for size in sizes if size >= usual * NEAR], default=sizes[-1])
+        others = {less, more, self._random.choice(sizes)} - {usual}
         others = others - {self._last} or others
         is_plain = self._random.random() < (PLAIN_SHARE if gain <= CLEAR_GAIN else CLEAR_SHARE)
         return 0 if is_plain or not others else self._random.choice(sorted(others))
 
     def begin(self, k: int) -> None:
         """Begin to try *k* draft tokens."""
-        self._num_rounds, self._next = 0, None
+        self._num_rounds, self._next, self._is_plain = 0, None, k == 0
         if k:
             self._num_alike, self._last = self._num_alike + 1, k
 

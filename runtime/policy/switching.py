@@ -43,8 +43,9 @@ class Switch:
 
     The gain is smoothed over the rounds of a load. The first prediction for a load changes nothing: a load that lasts
     for a few rounds only is not worth what the draft spends on catching up. It is switched on once it would have saved
-    as much as that (the rule of ski rental: whatever comes, no more than that is lost, nor missed), and off once it has
-    lost as much as a mistake would cost: a few drafts that were wrong by chance do not turn it off.
+    as much as that would have cost at any time since (the rule of ski rental: whatever comes, not much more is lost,
+    nor missed), and off once it has lost as much as a mistake would cost: a few drafts that were wrong by chance do not
+    turn it off.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,9 @@ class Switch:
         self._num_rows = 0  # of this load
         self._num_changed = 0  # rows at the last change
         self._is_renewed = False  # since then
-        self._missed = 0.0  # what the other state would have saved since it seems better, in plain rounds
+        # What the other state would have saved since it seems better, and the least that it would have cost, in plain
+        # rounds.
+        self._missed, self._least = 0.0, math.inf
 
     @property
     def gain(self) -> float:
@@ -84,7 +87,8 @@ class Switch:
         self._rounds += num_rounds
         if is_other_load(self._num_rows, num_rows):
             is_loss = self.is_on and gain < OFF_BELOW  # it goes on, while a load that may end soon gains nothing
-            self._log_gain, self._num_rows, self._missed = math.log(gain), num_rows, self._missed * is_loss
+            self._log_gain, self._num_rows = math.log(gain), num_rows
+            self._missed, self._least = self._missed * is_loss, math.inf
             return False
         self._log_gain += (1 - (1 - SMOOTHING) ** num_rounds) * (math.log(gain) - self._log_gain)
         if self.is_on and self.gain < OFF_BELOW:
@@ -92,13 +96,13 @@ class Switch:
             return self._misses(lost, MOST_MISSED) and self._change("does_not_pay", num_rows)
         if not self.is_on and self.gain > ON_ABOVE and self._is_rested(num_rows, is_current=is_current):
             return self._misses(num_rounds * (1 - 1 / self.gain), catch_up) and self._change("pays", num_rows)
-        self._missed = 0.0
+        self._missed, self._least = 0.0, math.inf
         return False
 
     def _misses(self, num_plain_rounds: float, most: float) -> bool:
-        """Count what the other state would have saved; return whether it is as much as *most*."""
-        self._missed += num_plain_rounds
-        return self._missed >= most
+        """Count what the other state would have saved; return whether it is as much as *most* ever was."""
+        self._missed, self._least = self._missed + num_plain_rounds, min(self._least, most)
+        return self._missed >= self._least
 
     def _next_pause(self, num_rows: int) -> int:
         """Return for how long speculation stays off. If more rows came since it was switched on, that was right."""
@@ -115,7 +119,8 @@ class Switch:
         if self.is_on:
             self._pause = self._next_pause(num_rows)
         self.is_on = not self.is_on
-        self._rounds, self._num_changed, self._missed, self._is_renewed = 0, num_rows, 0.0, False
+        self._rounds, self._num_changed, self._is_renewed = 0, num_rows, False
+        self._missed, self._least = 0.0, math.inf
         self.changes[reason] += 1
         return True
 
@@ -226,8 +231,10 @@ class Trials:
 class Resuming:
     """When draft tokens come back after rounds without, while speculation is on.
 
-    That is once they would have saved the time in which the draft catches up (see `Switch`): a load of few rows may end
-    before. What one round saves is not worth deciding once more.
+    That is once they would have saved the time in which the draft catches up (see `Switch`), as much as that was when
+    they began to be missed, or less: a load of few rows may end before. What the draft has to read more since then is
+    no reason to wait for longer: with many rows that may be as much in each round as draft tokens would save. What one
+    round saves is not worth deciding once more.
 
     Attributes:
         num_held: for how many rounds they are held back; 0: they are not.
@@ -240,6 +247,7 @@ class Resuming:
         """Hold nothing back: speculation was switched on or off."""
         self._missed_s = 0.0
         self._gain_s = 0.0  # of each round since the last decision, if it held draft tokens back
+        self._least_s = math.inf  # in which the draft would have caught up since then
         self.num_held = 0
 
     def holds(self, catch_up_s: float, gain_s: float, num_rounds: int) -> bool:
@@ -248,10 +256,11 @@ class Resuming:
         It is *num_rounds* since the last decision.
         """
         self._missed_s += num_rounds * self._gain_s
-        missing_s = catch_up_s - self._missed_s
+        self._least_s = min(self._least_s, catch_up_s)
+        missing_s = self._least_s - self._missed_s
         self.num_held = math.ceil(missing_s / gain_s) if 0 < gain_s <= missing_s else 0
         self._gain_s = gain_s if self.num_held else 0.0
-        self._missed_s = self._missed_s if self.num_held else 0.0
+        self._missed_s, self._least_s = (self._missed_s, self._least_s) if self.num_held else (0.0, math.inf)
         return self.num_held > 0
 
 

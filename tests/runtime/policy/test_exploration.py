@@ -8,7 +8,7 @@ import pytest
 from protos.messages import StepCosts
 from runtime.policy.adaptive import AdaptivePolicy
 from runtime.policy.choosers import ChainChooser
-from runtime.policy.exploration import DOUBT_EVERY, EXPLORE_EVERY, LOST, Exploration, loss
+from runtime.policy.exploration import DOUBT_EVERY, EXPLORE_EVERY, EXPLORED_PLAIN, LOST, Exploration, loss
 from runtime.policy.round_costs import RoundCostModel
 from runtime.policy.switching import LEAST_TRIAL_SHARE, TRIAL_SHARE, Trials
 from tests.support.policy_simulation import Simulation, best_fixed, cheap, flat, warmed_up
@@ -112,7 +112,7 @@ def test_rounds_that_bring_draft_tokens_back_in_vain_become_rarer(resumes: bool)
 
 
 def test_other_numbers_are_tried_in_turn_and_less_often_while_the_same_one_pays() -> None:
-    exploration, tried, rounds = Exploration(8), [], []
+    exploration, tried, rounds = Exploration(range(1, 9)), [], []
     for number in range(3000):
         exploration.count(1, is_on=True)
         if exploration.is_due and (k := exploration.choose(4, gain=2.0)):
@@ -130,7 +130,7 @@ def test_other_numbers_are_tried_in_turn_and_less_often_while_the_same_one_pays(
 
 
 def test_what_costs_too_much_at_first_is_tried_later_and_not_something_cheaper() -> None:
-    exploration = Exploration(8)
+    exploration = Exploration(range(1, 9))
     exploration.count(EXPLORE_EVERY, is_on=True)
     wanted = exploration.choose(4, gain=2.0)
     for _ in range(5):
@@ -148,3 +148,27 @@ def test_what_the_draft_worker_drafts_for_rows_that_it_does_not_draft_for_is_los
     all_s, other_s, plain_s = costs.uniform(8, 8), costs.uniform(4, 8), costs.plain()
     lost_s = [loss(4, 8, 8, costs, gain=1.2, catch_up_s=0.0, usual_s=usual_s) for usual_s in (all_s, plain_s)]
     assert lost_s == pytest.approx([LOST * (all_s - other_s), other_s - plain_s])
+
+
+def test_only_sizes_whose_acceptance_is_measured_are_tried() -> None:
+    """What a tree of five nodes brings says little of one of eight, as which it would count."""
+    exploration, tried = Exploration([1, 2, 4, 8]), set[int]()
+    for usual in (1, 2, 4, 8) * 100:
+        exploration.count(1000, is_on=True)
+        k = exploration.choose(usual, 1.1)
+        exploration.begin(k)
+        tried.add(k)
+    assert tried == {0, 1, 2, 4, 8}
+
+
+def test_draft_tokens_come_back_at_once_after_rounds_that_tried_none() -> None:
+    """What the draft missed in them was part of what they cost. Later, other rounds have made it miss more."""
+    exploration = Exploration(range(1, 9))
+    exploration.begin(0)
+    paid = []
+    for _ in range(EXPLORED_PLAIN + 2):
+        exploration.count(1, is_on=True)
+        paid.append(exploration.paid)
+    assert paid == [True] * (EXPLORED_PLAIN + 1) + [False]
+    exploration.begin(3)
+    assert not exploration.paid

@@ -45,7 +45,7 @@ def test_draft_tokens_come_back_once_they_would_have_saved_what_the_draft_reads_
         return resuming.num_held
 
     assert num_held(0.010, 0.002, 7) == 5
-    assert num_held(0.011, 0.001, 4) == 3  # since then, 0.008 would have been saved
+    assert num_held(0.011, 0.001, 4) == 2  # since then, 0.008 would have been saved, and 0.001 came to be read
     assert num_held(0.012, -0.001, 4) == 0  # they do not pay any more
     assert num_held(0.012, 0.004, 64) == 3
     assert num_held(0.012, 0.004, 3) == 0
@@ -54,6 +54,23 @@ def test_draft_tokens_come_back_once_they_would_have_saved_what_the_draft_reads_
     assert num_held(0.012, 0.004, 64) == 3
     resuming.clear()
     assert resuming.num_held == 0
+
+
+def test_what_the_draft_has_to_read_more_while_they_are_held_back_does_not_hold_them_back() -> None:
+    """Many rows: in each round as much comes to be read as draft tokens would save. They would never come back."""
+    resuming, rounds, num_held = Resuming(), 0, 0
+    while resuming.holds(0.003 + 0.0005 * rounds, 0.0003, num_held):
+        num_held = resuming.num_held
+        rounds += num_held
+    assert rounds <= 11
+    switch = Switch()
+    while switch.is_on:
+        decide(switch, 0.9, 64)
+    rounds = 0
+    while not switch.is_on:
+        switch.update(1.05, 1, 64, catch_up=4 + 0.06 * rounds)
+        rounds += 1
+    assert rounds < 4 * FIRST_PAUSE
 
 
 def mistaken(times: int, *, is_current: bool) -> Switch:
