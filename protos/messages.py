@@ -149,6 +149,8 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     (block * block_size + offset). All are read before the first is written. They move the accepted path of a tree to
     the positions of a chain. `speculates`: the draft model may propose in this round. `least_survival`: the smallest
     probability to be accepted with which a draft token pays, where `assistant_confidence_threshold` is "auto".
+    `continues`: unless they end, the rows are those of the next plan, too, without drafts; workers may begin its round
+    before it comes.
     """
 
     round: int
@@ -158,6 +160,7 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     moves: Seq[int] = ()
     speculates: bool = False
     least_survival: float = 0.0
+    continues: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -266,7 +269,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     empty and 0 without speculation. `dtype` is that of the target, such as "float32", and `kv_cache_dtype` that of its
     cached K and V, such as "int8"; both may be empty. `device` is "cpu" or "cuda". `prefix_states` is how many
     states of recurrent layers are kept for the prefix cache, which is off without any; None: the target has no such
-    layers.
+    layers. `runs_ahead`: rounds may be begun before their plan comes (`RoundPlan.continues`).
     """
 
     num_blocks: int
@@ -285,6 +288,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     device: str = "cpu"
     draft_places: int = 0
     prefix_states: int | None = None
+    runs_ahead: bool = False
 
     @property
     def longest_sequence(self) -> int:

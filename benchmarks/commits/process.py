@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import numpy as np
@@ -26,6 +26,8 @@ from slipstream import LLM, SamplingParams
 
 Command = dict[str, Any]
 ON_GPU = "gpu"
+WAKING_S = 0.0003
+"""A sleeping process wakes up later than asked by this at most, mostly."""
 
 
 class Clock(Protocol):
@@ -38,10 +40,17 @@ class Clock(Protocol):
         ...
 
 
-class IdleDevice:
-    """A device that takes no time, and accepts all draft tokens."""
+class PacedDevice:
+    """A device on which every graph takes as long, one after another, and which accepts all draft tokens.
+
+    Args:
+        graph_s: seconds of a graph.
+    """
 
     seconds = 0.0
+
+    def __init__(self, graph_s: float = 0.0) -> None:
+        self._graph_s, self._done_at = graph_s, 0.0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -50,18 +59,34 @@ class IdleDevice:
         from workers.gpu.staging import ResultArea, StagingArea  # noqa: PLC0415
 
         with (
-            mock.patch.object(GraphSet, "launch", lambda *_: None),
+            mock.patch.object(GraphSet, "launch", lambda *_: self._launch()),
             mock.patch.object(StagingArea, "send", lambda *_: None),
-            mock.patch.object(ResultArea, "receive", lambda _area, size, _group: _result(size)),
+            mock.patch.object(ResultArea, "send", lambda _area, size: _Result(size, self._done_at)),
         ):
             yield
+
+    def _launch(self) -> None:
+        self._done_at = max(self._done_at, time.perf_counter()) + self._graph_s
+
+
+class _Result(NamedTuple):
+    """Stands for `workers.gpu.staging.SentResult`: so many numbers, which are there at this time."""
+
+    size: int
+    done_at: float
+
+    def receive(self, _group: object = None) -> npt.NDArray[np.int64]:
+        """Wait for the numbers."""
+        while (left_s := self.done_at - time.perf_counter()) > 0:
+            time.sleep(max(0.0, left_s - WAKING_S))
+        return _result(self.size)
 
 
 @functools.cache
 def _result(size: int) -> npt.NDArray[np.int64]:
     """Return a result of so many numbers: see `workers.gpu.target_step.TargetStep`."""
     from benchmarks.commits import ROWS  # noqa: PLC0415 - earlier commits have none
-    from workers.gpu.inputs import LINE  # noqa: PLC0415
+    from workers.gpu.sizes import LINE  # noqa: PLC0415
 
     lines_RX = np.zeros((ROWS, size // ROWS), np.int64)
     num_queries = lines_RX.shape[1] // LINE
@@ -121,7 +146,7 @@ def main() -> None:
         print(json.dumps(slipstream.__file__), flush=True)
         for line in sys.stdin:
             command = json.loads(line)
-            clock = IdleDevice() if is_on_gpu else ForwardClock()
+            clock = PacedDevice() if is_on_gpu else ForwardClock()
             print(json.dumps(generate(engines[command["engine"]], command, clock)), flush=True)
 
 

@@ -10,15 +10,28 @@ ROUNDS = {1: 3000, 8: 2000, 32: 1400, 64: 1200, 200: 600}
 """Rounds of a world by its rows, without speculation."""
 LEARNING_ROUNDS = 300
 """First rounds that do not count, except in worlds about them."""
-PREDICTABLE, HALF, NEVER = (0.8,), (0.5,), (0.0,)
+PREDICTABLE, HALF, THIRD, NEVER = (0.8,), (0.5,), (0.35,), (0.0,)
 TEXTS: Mapping[str, Sequence[float]] = {
     "predictable": PREDICTABLE,
     "half right": HALF,
+    "a third right": THIRD,
     "never right": NEVER,
     "mixed": (0.85, 0.1),
 }
-MACHINES = {"gpu": gpu(), "gpu, draft apart": gpu(is_dedicated=True), "cpu": cpu(), "slow cpu": slow_cpu()}
-BATCHES = {"gpu": [1, 8, 32, 64, 200], "gpu, draft apart": [1, 64], "cpu": [1, 8, 32, 64, 200], "slow cpu": [1, 8]}
+MACHINES = {
+    "gpu": gpu(),
+    "gpu, draft apart": gpu(is_dedicated=True),
+    "gpu with host": gpu(host_s=0.0015),
+    "cpu": cpu(),
+    "slow cpu": slow_cpu(),
+}
+BATCHES = {
+    "gpu": [1, 8, 32, 64, 200],
+    "gpu, draft apart": [1, 64],
+    "gpu with host": [1, 8, 64],
+    "cpu": [1, 8, 32, 64, 200],
+    "slow cpu": [1, 8],
+}
 
 
 def steady(name: str, costs: EngineCosts, num_rows: int, rates: Sequence[float]) -> World:

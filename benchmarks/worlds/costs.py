@@ -28,6 +28,8 @@ class EngineCosts:
         read_s: of the draft, for each token that it had not read.
         way_s: plan and drafts are under way for so long.
         is_dedicated: whether the draft has a device of its own: it reads while the target computes.
+        host_s: of the host between two rounds, while the device waits. Plain rounds that the policy foresees, in which
+            no row comes, are begun before their plan: the device does not wait. One that is not asked for is lost.
     """
 
     target: Seconds
@@ -38,6 +40,7 @@ class EngineCosts:
     read_s: float = 0.0
     way_s: float = 0.0
     is_dedicated: bool = False
+    host_s: float = 0.0
 
     def drafting_s(self, depth: int, num_rows: int, context: int) -> float:
         """Return the seconds for drafts of *depth* levels for rows with so many tokens in the draft's KV cache."""
@@ -93,7 +96,7 @@ def memory_bound(least_s: float, knee: int, token_s: float) -> Seconds:
     return lambda tokens: least_s + token_s * max(0, tokens - knee)
 
 
-def gpu(knee: int = 192, *, is_dedicated: bool = False) -> EngineCosts:
+def gpu(knee: int = 192, *, is_dedicated: bool = False, host_s: float = 0.0) -> EngineCosts:
     """Return the costs of a GPU: a target of 8 ms, a draft of 1 ms, both bound by launches and weights at first."""
     return EngineCosts(
         memory_bound(0.008, knee, 4e-5),
@@ -103,6 +106,7 @@ def gpu(knee: int = 192, *, is_dedicated: bool = False) -> EngineCosts:
         read_s=8e-6,
         way_s=0.0003 if is_dedicated else 0.0,
         is_dedicated=is_dedicated,
+        host_s=host_s,
     )
 
 

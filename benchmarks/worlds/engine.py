@@ -121,6 +121,7 @@ class WorldEngine(EndedRounds):
         self._num_came = 0
         self._slots: list[int] = []  # that are free
         self._factors = self.noise.factors(self.seed)
+        self._begun_s = 0.0  # of the round that was begun before its plan; 0: none was
 
     def run(self, num_rows: int, num_tokens: int) -> None:
         """Run until *num_tokens* more tokens came, with *num_rows* requests at once."""
@@ -164,7 +165,7 @@ class WorldEngine(EndedRounds):
         rows, verdicts, num_fed = self._feed()
         target_s = (self.costs.target(num_fed) + self.costs.context_s * context) * factor
         draft_s += self._catch_up(target_s)
-        seconds = draft_s + target_s + self.clock.now - began
+        seconds = draft_s + target_s + self.clock.now - began + self._host_s(target_s)
         self.num_rounds += 1
         self.probes_s += seconds * ((self.policy.current > 0) != is_on)
         began = self.clock.now
@@ -240,8 +241,22 @@ class WorldEngine(EndedRounds):
             row.num_read, left = row.num_read + read, left - read
         return self.costs.way_s
 
+    def _host_s(self, target_s: float) -> float:
+        """Return the seconds that the device waits for the host, and computes what is lost; it may begin a round."""
+        is_drafting = any(row.k for row in self._rows)
+        lost_s = self._begun_s if is_drafting else 0.0
+        waits_s = 0.0 if self._begun_s and not is_drafting else self.costs.host_s
+        is_plain = all(row.sequence.num_computed > self.prompt for row in self._rows) and not is_drafting
+        continues = is_plain and self.policy.stays_plain and not any(map(_is_over, self._rows))
+        self._begun_s = target_s if continues and self.costs.host_s else 0.0
+        return lost_s + waits_s
+
     def _has_ended(self, row: TextRow) -> bool:
-        if len(row.sequence.token_ids) < row.sequence.max_len:
+        if not _is_over(row):
             return False
         self._slots.append(row.sequence.slot)
         return True
+
+
+def _is_over(row: TextRow) -> bool:
+    return len(row.sequence.token_ids) >= row.sequence.max_len

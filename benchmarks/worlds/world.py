@@ -93,6 +93,7 @@ class FixedPolicy(NoSpeculation):
 
     def __init__(self, k: int, *, may_branch: bool) -> None:
         self.limit = self.current = k
+        self.stays_plain = k == 0
         self._may_branch = may_branch
 
     def num_draft_tokens(self, sequence: EngineSequence, source: int | None = None) -> int:

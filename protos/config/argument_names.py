@@ -54,6 +54,7 @@ KEPT = (
     Option("max_num_seqs", "scheduler", "max_num_seqs", "sequences in a step at most"),
     Option("max_num_batched_tokens", "scheduler", "max_num_batched_tokens", "tokens in a step at most"),
     Option("enable_chunked_prefill", "scheduler", "enable_chunked_prefill", "split long prompts", is_flag=True),
+    Option("async_scheduling", "scheduler", "async_scheduling", "begin steps on a GPU ahead", is_flag=True),
     Option("tensor_parallel_size", "parallel", "tensor_parallel_size", "devices the model is split over"),
     Option(
         "min_tensor_parallel_size",
@@ -108,7 +109,7 @@ IGNORED = frozenset({
     "preemption_mode", "guided_decoding_backend", "structured_outputs_config", "uvicorn_log_level",
 })  # fmt: skip
 IGNORED_FLAGS = frozenset({
-    "trust_remote_code", "async_scheduling", "use_v2_block_manager", "disable_log_requests",
+    "trust_remote_code", "use_v2_block_manager", "disable_log_requests",
     "enable_expert_parallel", "disable_custom_all_reduce", "worker_use_ray", "disable_sliding_window",
     "disable_cascade_attn", "enable_sleep_mode", "disable_async_output_proc", "multi_step_stream_outputs",
     "enable_eplb", "use_tqdm_on_load", "disable_frontend_multiprocessing", "disable_hybrid_kv_cache_manager",

@@ -92,11 +92,16 @@ class CacheConfig:
 @typed(config_error)
 @dataclass(frozen=True, config=STRICT)
 class SchedulerConfig:
-    """Limits of one step. `max_num_batched_tokens` counts known and draft tokens of all rows."""
+    """Limits of one step, and how steps are planned.
+
+    `max_num_batched_tokens` counts known and draft tokens of all rows. With `async_scheduling`, a GPU may begin a step
+    before its plan comes.
+    """
 
     max_num_seqs: int = Field(default=64, gt=0, le=8192)
     max_num_batched_tokens: int = Field(default=2048, gt=0, le=2**22)
     enable_chunked_prefill: bool = True
+    async_scheduling: bool = True
 
 
 @typed(config_error)

@@ -8,6 +8,7 @@ from protos.config.engine import SchedulerConfig
 from protos.messages import NewSequence, Request, Row, WorkerInfo
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
+from runtime.core.run_ahead import continues
 from runtime.core.sequence import ScheduledSequence, Sequence
 from runtime.core.state_keeping import StateKeeping
 from runtime.core.stats import EngineCounters
@@ -31,6 +32,8 @@ class Planner:
 
     Attributes:
         budget: the tokens of a step.
+        may_draft: whether any row may get draft tokens in this step.
+        continues: see `RoundPlan.continues`.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Planner:
         self._max_scored = max(1, PROMPT_LOGITS // info.vocab_size)
         self._num_scored = 0  # prompt tokens whose logits are computed in this step
         self._worker_is_up = True  # whether the draft worker serves in this step
-        self.may_draft = False  # whether any row may get draft tokens in this step
+        self.may_draft = self.continues = False
+        self._runs_ahead = config.async_scheduling and info.runs_ahead
         self._draft_needs = info.draft_needs
         self._max_model_len = info.max_model_len
         self._draft_places = info.draft_places
@@ -77,9 +81,11 @@ class Planner:
         num_preemptions = queue.num_preemptions
         scheduled = self._allocate_known(self._share_budget(policy))
         self._allocate_drafts(scheduled, policy)
-        if queue.waiting and queue.num_preemptions == num_preemptions:
+        is_begun = self.continues and bool(scheduled)  # the workers may be in this step: no row is added
+        if queue.waiting and queue.num_preemptions == num_preemptions and not is_begun:
             budget = self.budget.limit - sum([one.length + one.k for one in scheduled])
             scheduled += self._start_waiting(policy, budget)
+        self.continues = self._runs_ahead and policy.stays_plain and continues(scheduled, queue)
         if self.budget.is_reduced:
             self.budget.count_step(sum([one.length for one in scheduled]))
         return scheduled
@@ -259,9 +265,7 @@ class Planner:
 
     def new_sequences(self, scheduled: list[ScheduledSequence]) -> list[NewSequence]:
         """Return the full description of the sequences of which the workers were sent nothing yet."""
-        return [
-            _describe(one.sequence, next(self._generations)) for one in scheduled if not one.sequence.num_sent_tokens
-        ]
+        return [one.sequence.describe(next(self._generations)) for one in scheduled if not one.sequence.num_sent_tokens]
 
     def row(self, one: ScheduledSequence) -> Row:
         """Return the row for the workers, with the tokens and blocks that they were not sent yet."""
@@ -288,11 +292,3 @@ class Planner:
         sequence.num_sent_tokens = known_len
         sequence.num_sent_blocks = len(sequence.block_ids)
         return row
-
-
-def _describe(sequence: Sequence, generation: int) -> NewSequence:
-    request = sequence.request
-    sequence.num_sent_tokens = len(sequence.token_ids)
-    return NewSequence(
-        sequence.slot, tuple(sequence.token_ids), len(request.prompt_token_ids), request.sampling, generation
-    )

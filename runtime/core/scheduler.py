@@ -153,7 +153,8 @@ class Scheduler:
         is_on = policy.current > 0 and any(wanted)
         moves = self._take_moves() if rows else ()
         epoch = drafting.epoch if is_on and drafting.is_up else 0
-        plan = RoundPlan(self._round, rows, new, epoch, moves, is_on, policy.least_survival)
+        goes_on = self._planner.continues
+        plan = RoundPlan(self._round, rows, new, epoch, moves, is_on, policy.least_survival, goes_on)
         if rows:
             self._in_flight[self._round] = [(one.sequence, row) for one, row in zip(scheduled, rows, strict=True)]
             self._round += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from protos.draft import Draft
-from protos.messages import Request, SpeculationStats, Step, TokenLogprobs, TokenOutput, Verdict
+from protos.messages import NewSequence, Request, SpeculationStats, Step, TokenLogprobs, TokenOutput, Verdict
 from runtime.core.block_manager import Chain
 from runtime.text.detokenizer import Detokenizer
 
@@ -198,6 +198,12 @@ class Sequence:
         """Record that it got a slot for the first time, after *num_cached* tokens of the prefix cache."""
         self.num_cached_tokens = num_cached
         self.queued_s = time.monotonic() - self.arrived_at
+
+    def describe(self, generation: int) -> NewSequence:
+        """Return what workers are sent of it first, in full."""
+        request, self.num_sent_tokens = self.request, len(self.token_ids)
+        num_prompt = len(request.prompt_token_ids)
+        return NewSequence(self.slot, tuple(self.token_ids), num_prompt, request.sampling, generation)
 
     def start_after(self, num_cached: int, block_ids: list[int], chain: Chain) -> None:
         """Begin after a prefix found in the cache; *block_ids* becomes the sequence's own list."""

@@ -78,6 +78,11 @@ class AdaptivePolicy:
         return self._switch.gain
 
     @property
+    def stays_plain(self) -> bool:
+        """See `Policy`."""
+        return not self.current and self._kind.stays(self._next_kind(), is_idle=self._idle.goes_on_later)
+
+    @property
     def _learns(self) -> bool:
         """Whether acceptance and costs are learnt of this round."""
         return self._kind.tries or self._learning.is_due
@@ -120,10 +125,7 @@ class AdaptivePolicy:
         self._num_kept += idle.num_rounds
         self._warming.count(drafts=self.current > 0, num_rounds=idle.num_rounds)
         self._exploration.count(1 + idle.num_rounds, is_on=is_on and self._first.are_over)
-        if is_on:
-            self._calibration.observe_all(idle.num_rows, idle.rounds)
-        else:
-            self._calibration.fade(1 + idle.num_rounds)
+        self._calibration.observe_all(idle.num_rows, idle.rounds, is_on=is_on)
         self._learn_idle(idle)
         self._trials.add(idle.num_rounds, idle.seconds)
         if idle.is_renewed or self._decided.is_other(running) or self._rows.are_newly_predicted(running, self._chosen):

@@ -104,9 +104,11 @@ class Calibration:
         self._sum_squares = kept * self._sum_squares + tokens * tokens
         self._sum_seconds = kept * self._sum_seconds + min(MOST_SECONDS, seconds / self._seconds)
 
-    def observe_all(self, num_rows: int, rounds: Seq[tuple[int, float]]) -> None:
-        """Count rounds of so many rows, each with its tokens and seconds."""
-        for num_tokens, seconds in rounds:
+    def observe_all(self, num_rows: int, rounds: Seq[tuple[int, float]], *, is_on: bool) -> None:
+        """Count rounds of so many rows, each with its tokens and seconds, and if speculation is off the one after."""
+        if not is_on:
+            self.fade(1 + len(rounds))
+        for num_tokens, seconds in rounds if is_on else ():
             self.observe(num_rows, num_tokens, seconds)
 
     @property

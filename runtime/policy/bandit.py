@@ -83,6 +83,11 @@ class BanditPolicy:
             return None
         return math.exp(now.mean - plain.mean)
 
+    @property
+    def stays_plain(self) -> bool:
+        """See `Policy`."""
+        return self._current == 0 and self._rounds_left > 1
+
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
         num_decoding = sum([sequence.is_decoding for sequence in running])

@@ -65,7 +65,8 @@ class Policy(Protocol):
 
     `limit` is the largest K there can be, 0 without speculation; `current` is this step's; `changes` counts changes
     of K by reason; `least_survival` is this step's `RoundPlan.least_survival`, 0 where nothing stops by it;
-    `predicted_speedup` is what is expected of speculation now, None without a prediction.
+    `predicted_speedup` is what is expected of speculation now, None without a prediction. `stays_plain`: neither this
+    step nor the next has draft tokens, as far as is known.
     """
 
     @property
@@ -82,6 +83,9 @@ class Policy(Protocol):
 
     @property
     def predicted_speedup(self) -> float | None: ...  # noqa: D102
+
+    @property
+    def stays_plain(self) -> bool: ...  # noqa: D102
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Decide for a step of the sequences *running*; later ones may start in it."""
@@ -110,6 +114,7 @@ class NoSpeculation:
     least_survival = 0.0
     changes: Mapping[str, int] = MappingProxyType({})
     predicted_speedup: float | None = None
+    stays_plain = True
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Do nothing."""

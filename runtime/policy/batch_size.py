@@ -168,6 +168,11 @@ class BatchSizePolicy:
         """K of this step."""
         return self._current
 
+    @property
+    def stays_plain(self) -> bool:
+        """See `Policy`."""
+        return self._current == 0
+
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`. Rows still reading their prompt do not count."""
         num_decoding = sum([sequence.is_decoding for sequence in running])

@@ -42,6 +42,15 @@ class RoundKind(Enum):
         """Whether it tries what is not known to pay."""
         return self in (RoundKind.FIRST, RoundKind.TRIAL, RoundKind.EXPLORE)
 
+    def stays(self, following: "RoundKind", *, is_idle: bool) -> bool:
+        """Whether the next round has as many draft tokens as this one, as far as is known: none, for one of `FIRST`.
+
+        It *is_idle*, or else one of kind *following*.
+        """
+        if self is RoundKind.IDLE:
+            return is_idle
+        return following is RoundKind.KEPT or self is following is RoundKind.FIRST
+
 
 class RunningLoad(NamedTuple):
     """So many running sequences, of which the last has this key."""
@@ -203,6 +212,11 @@ class IdleRounds:
     def stop(self) -> None:
         """Let the next round not be idle."""
         self._num_left = 0
+
+    @property
+    def goes_on_later(self) -> bool:
+        """Whether the next round is idle, as far as is known."""
+        return self._num_left > 0
 
     def goes_on(self, running: Seq[Sequence]) -> bool:
         """Count a round, and return whether it is idle."""

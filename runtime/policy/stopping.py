@@ -53,6 +53,11 @@ class StoppingPolicy:
         """See `Policy`."""
         return self._inner.predicted_speedup
 
+    @property
+    def stays_plain(self) -> bool:
+        """See `Policy`."""
+        return self._inner.stays_plain
+
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
         self._inner.begin_step(running)

@@ -172,7 +172,7 @@ def test_neutral_values_of_refused_arguments_pass() -> None:
 
 def test_arguments_without_meaning_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="slipstream"):
-        given = {"swap_space": 4, "async_scheduling": True, "trust_remote_code": True, "compilation_config": {"a": 1}}
+        given = {"swap_space": 4, "enable_eplb": True, "trust_remote_code": True, "compilation_config": {"a": 1}}
         assert parse(**given) == parse(**given) == parse()
     said = sorted(record.message for record in caplog.records)
     assert len(said) == 4

@@ -12,15 +12,12 @@ from workers.attention.batch import Words
 from workers.gpu import choosing
 from workers.gpu.metadata import DeviceMetadata
 from workers.gpu.round_rows import RoundRows
-from workers.gpu.sizes import Size
+from workers.gpu.sizes import LINE, Size
 from workers.gpu.staging import Array, Layout, ResultArea, StagingArea, fill
 from workers.gpu.token_counts import TokenCounts
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import DeviceLimits, Ints
 from workers.slots import SlotTable
-
-LINE = 3
-"""The most numbers of a row's result for each of its tokens; see `workers.gpu.target_step.TargetStep`."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class InputRoom:
         blocks: of a row's block table.
         known: the last known tokens of each row, the newest one last, for the draft.
         moves: moves of K and V for each row.
-        uncounted: known tokens of a row that are new to its token counts.
+        uncounted: known tokens of a row that are new to its token counts, and one that the device writes.
     """
 
     blocks: int
@@ -46,6 +43,7 @@ def layout(size: Size, room: InputRoom) -> Layout:
     return Layout(
         {
             "tokens_RQ": ("i8", tokens),
+            "follows_R": ("i8", (rows,)),
             "positions_RQ": ("i8", tokens),
             "cache_index_RQ": ("i8", tokens),
             "keys_RQ": ("i8", tokens),
@@ -88,6 +86,7 @@ class RoundInputs:
         staging: large enough for the layout.
         room: as for `layout`.
         counts: of the sequences' tokens; None where nothing applies penalties.
+        results: of the rounds.
 
     Attributes:
         block_size: tokens of a KV block.
@@ -96,9 +95,16 @@ class RoundInputs:
     """
 
     def __init__(
-        self, size: Size, slots: SlotTable, staging: StagingArea, room: InputRoom, counts: TokenCounts | None
+        self,
+        size: Size,
+        slots: SlotTable,
+        staging: StagingArea,
+        room: InputRoom,
+        *,
+        counts: TokenCounts | None,
+        results: ResultArea,
     ) -> None:
-        self.size, self.counts, self._slots, self._staging = size, counts, slots, staging
+        self.size, self.counts, self._slots, self._staging, self._results = size, counts, slots, staging, results
         self.block_size = slots.block_size
         places = layout(size, room)
         self._num_bytes = places.size
@@ -126,11 +132,14 @@ class RoundInputs:
         slots, slots_R, num_rows = self._slots, rows.slots_R, len(rows.slots_R)
         draft = rows.draft
         lengths_R = draft.drafted_R + 1
-        starts_R = slots.known_len[slots_R] - 1
+        starts_R = slots.known_len[slots_R] - (rows.follows_R is None)
         places_RQ = np.minimum(starts_R[:, None] + self._queries_Q, slots.tokens.shape[1] - 1)
         is_fed_RQ = self._queries_Q < lengths_R[:, None]
         known_RC = np.maximum(starts_R[:, None] + self._back_C, 0)
         fill(into["tokens_RQ"], slots.tokens[slots_R[:, None], places_RQ], 0)
+        into["follows_R"][:] = self._results.nothing
+        if rows.follows_R is not None:
+            into["tokens_RQ"][:num_rows, 0], into["follows_R"][:num_rows] = 0, rows.follows_R
         fill(into["positions_RQ"], places_RQ * is_fed_RQ, 0)
         fill(into["parents_RQ"], np.broadcast_to(np.maximum(self._queries_Q - 1, 0), places_RQ.shape), 0)
         fill(into["cache_index_RQ"], np.where(is_fed_RQ, self._cache_index(slots_R[:, None], places_RQ), -1), -1)
@@ -164,7 +173,20 @@ class RoundInputs:
         fill(into["repetition_R"], rows.penalties.repetition, 1.0)
         fill(into["presence_R"], rows.penalties.presence, 0.0)
         fill(into["frequency_R"], rows.penalties.frequency, 0.0)
-        counts.write_uncounted(into["uncounted_RC"], rows.slots_R, rows.penalties)
+        follows = rows.follows_R is not None
+        counts.write_uncounted(into["uncounted_RC"], rows.slots_R, rows.penalties, follows=follows)
+
+    def follow_(self) -> None:
+        """Write the tokens that the round before chose into the rows that follow them, inside a graph.
+
+        The larger number is the token: other rows follow a -1, and rows that follow one feed token 0 until then, which
+        stays where no token could be chosen.
+        """
+        tokens_R = self.on_device["tokens_RQ"][:, 0]
+        chosen_R = self._results.on_device.index_select(0, self.on_device["follows_R"])
+        torch.maximum(tokens_R, chosen_R, out=tokens_R)
+        if self.counts is not None:
+            self.on_device["uncounted_RC"][:, -1].copy_(chosen_R)
 
     def penalise_(self, logits_NV: torch.Tensor, first: int, each: int) -> None:
         """Apply penalties in place, inside a graph. With the first column, the round's known tokens are counted.
@@ -269,4 +291,5 @@ class Buffers:
         num_bytes = max(layout(size, room).size for size in sizes)
         staging = StagingArea(num_bytes, device)
         results = ResultArea(max(LINE * size.rows * size.queries for size in sizes), device)
-        return cls({size: RoundInputs(size, slots, staging, room, counts) for size in sizes}, results, is_counted)
+        inputs = {size: RoundInputs(size, slots, staging, room, counts=counts, results=results) for size in sizes}
+        return cls(inputs, results, is_counted)

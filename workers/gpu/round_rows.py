@@ -48,6 +48,8 @@ class RoundRows:
         draft: of each row.
         trees: the drafts that are there already and are no chains, by row.
         moves_M2: see `workers.attention.kv.KVCache.move`.
+        follows_R: int64, where the result of the round before has the token that each row feeds, which the host does
+            not know yet; None: each feeds its newest known token.
     """
 
     slots_R: Ints
@@ -57,3 +59,4 @@ class RoundRows:
     draft: DraftPlan
     trees: Mapping[int, Draft] = field(default_factory=dict)
     moves_M2: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    follows_R: Ints | None = None

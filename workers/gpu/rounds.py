@@ -2,7 +2,7 @@
 
 One copy brings everything to the device, one brings the result back, and the host waits once. Rounds that this cannot
 run take the ordinary path: prompts, masks and bias of logits, grammars, log-probabilities, and more rows than are
-captured.
+captured. Where a plan says that its rows continue, the round after it is launched before the host waits.
 """
 
 import logging
@@ -20,12 +20,14 @@ from protos.messages import RoundPlan, Row, Verdict, with_tree
 from protos.worker_messages import RoundDone
 from workers.attention.batch import Ints
 from workers.device import DeviceTimer
+from workers.gpu.ahead import RoundAhead
 from workers.gpu.choosing import sampler_kind
 from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.graphs import GraphSet
-from workers.gpu.inputs import LINE, Buffers
+from workers.gpu.inputs import Buffers
 from workers.gpu.round_rows import DraftPlan, RoundRows
-from workers.gpu.sizes import SamplerKind, Size, StepKey, padded
+from workers.gpu.sizes import LINE, SamplerKind, Size, StepKey, padded
+from workers.gpu.staging import SentResult
 from workers.gpu.target_step import TargetStep
 from workers.sampling.sample import SamplingLimits
 from workers.sampling.sampler import NOT_A_NUMBER
@@ -77,6 +79,7 @@ class DeviceRounds:
         self._area = None if drafts is None else drafts.area
         self._row_sizes = sorted({size.rows for size in captured.buffers.inputs})
         self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
+        self._ahead: RoundAhead | None = None
 
     @property
     def moves_entries(self) -> bool:
@@ -85,6 +88,9 @@ class DeviceRounds:
 
     def run(self, plan: RoundPlan, undecided: Seq[int]) -> RoundDone | None:
         """See `GraphedRounds`."""
+        done = self._take_ahead(plan)
+        if done is not None:
+            return done
         slots_R = self._slots(plan)
         if slots_R is None or any(row.draft is not None and row.k for row in plan.rows):
             return None
@@ -100,6 +106,40 @@ class DeviceRounds:
         if slots_R is None or any(len(draft) > self._most_drafted or draft.probes for draft in drafts):
             return None
         return self._score(plan, slots_R, drafts)
+
+    def _take_ahead(self, plan: RoundPlan) -> RoundDone | None:
+        """Return the result of the round that was launched ahead; None if there is none, or *plan* is another."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        began = time.monotonic()
+        rows_R = ahead.rows_of(plan, self._worker.slots)
+        if rows_R is None:
+            ahead.receive()  # the copy of its input may have to be waited for
+            return None
+        if plan.continues:
+            self._run_ahead(np.array([row.slot for row in plan.rows], np.int64), rows_R)
+        lines_RX = ahead.receive()[rows_R]
+        return self._done(plan, _verdicts(plan.rows, np.zeros_like(rows_R), {}, lines_RX), 0.0, began)
+
+    def _run_ahead(self, slots_R: Ints, rows_R: Ints) -> None:
+        """Launch the round after the one that is running, in which the sequences of `slots_R` have these rows.
+
+        Those whose blocks have no place for another token end now.
+        """
+        has_place_R = self._worker.slots.room(slots_R) > 0
+        slots_R, rows_R = slots_R[has_place_R], rows_R[has_place_R]
+        limits = self._worker.sampler.limits(slots_R)
+        if not len(slots_R) or (key := self._key(limits, is_drafting=False)) not in self._captured.targets:
+            return
+        size, kind = key
+        if self._area is not None:
+            self._area.save(slots_R)
+        rows = self._rows(slots_R, limits, DraftPlan.of_drafts(np.zeros_like(rows_R)), {})
+        self._captured.buffers.inputs[size].send(replace(rows, follows_R=rows_R * LINE))
+        self._launch(size, kind, len(slots_R))
+        sent = self._captured.buffers.results.send(LINE * size.rows)
+        self._ahead = RoundAhead.of(size, slots_R, self._worker.slots, sent)
 
     def _slots(self, plan: RoundPlan) -> Ints | None:
         """Return the slots of the rows; None if the round takes the ordinary path."""
@@ -130,7 +170,10 @@ class DeviceRounds:
         if self._group.rank:
             self._captured.buffers.results.done.record()
             return RoundDone(plan.round, [])
-        lines_RX = self._receive(size, len(slots_R))
+        sent = self._captured.buffers.results.send(size.rows * LINE * size.queries)
+        if plan.continues and size.queries == 1:
+            self._run_ahead(slots_R, np.arange(len(slots_R)))
+        lines_RX = self._lines(sent, size, len(slots_R))
         return self._done(plan, _verdicts(plan.rows, drafted_R, trees, lines_RX), 0.0, began)
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, device: DeviceDrafts) -> RoundDone | None:
@@ -152,7 +195,8 @@ class DeviceRounds:
             self._captured.loops.launch((size, kind))
         self._loop_timer.end()
         self._launch(size, kind, len(slots_R))
-        lines_RX = self._receive(size, len(slots_R))
+        sent = self._captured.buffers.results.send(size.rows * LINE * size.queries)
+        lines_RX = self._lines(sent, size, len(slots_R))
         drafted_s = prepared_s + self._loop_timer.seconds  # a launch returns before the loop has run
         drafted_RX = lines_RX[:, size.queries + 1 :]
         drafted_R = device.record(slots_R, planned, drafted_RX)
@@ -196,10 +240,9 @@ class DeviceRounds:
         if self._worker.needs != "none":
             self._worker.keep_features(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(kind))
 
-    def _receive(self, size: Size, count: int) -> Ints:
-        """Return the lines of the step's result for *count* rows. They are valid until the next round."""
-        numbers = self._captured.buffers.results.receive(size.rows * LINE * size.queries, self._group)
-        return numbers.reshape(size.rows, -1)[:count]
+    def _lines(self, sent: SentResult, size: Size, count: int) -> Ints:
+        """Wait for the lines of a result for *count* rows. They are valid until the next round."""
+        return sent.receive(self._group).reshape(size.rows, -1)[:count]
 
     def _done(self, plan: RoundPlan, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
         if self._area is not None and plan.speculates:

@@ -17,6 +17,8 @@ class Size(NamedTuple):
     queries: int
 
 
+LINE = 3
+"""The most numbers of a row's result for each of its tokens; see `workers.gpu.target_step.TargetStep`."""
 TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Tokens of the forwards that are captured alone. Larger ones take the device longer than the host."""
 MOST_WANTED = 256

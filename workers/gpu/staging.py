@@ -5,6 +5,7 @@ that graphs may keep, and twice in pinned memory of the host: the next round may
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class StagingArea:
     def next_mirror(self) -> int:
         """Return which mirror the next round is written to.
 
-        The one before was read by a copy of the round before last, whose result the host has waited for.
+        It was read by a copy of the round before last, whose result the host has waited for.
         """
         self._turn = 1 - self._turn
         return self._turn
@@ -78,33 +79,68 @@ class StagingArea:
         self.on_device[:size].copy_(self.mirrors[mirror][:size], non_blocking=True)
 
 
+@dataclass(frozen=True)
+class SentResult:
+    """A result that is on its way to the host.
+
+    Attributes:
+        done: recorded after everything that was launched in the round.
+    """
+
+    done: torch.cuda.Event
+    _mirror: torch.Tensor
+
+    def receive(self, group: Group | None = None) -> npt.NDArray[np.int64]:
+        """Wait for the numbers, the only wait of a round. They are valid until the result after the next is sent.
+
+        Raises `GroupError` if an operation of *group*, which the numbers depend on, fails or takes too long.
+        """
+        if group is not None:
+            group.check(self.done)
+        self.done.synchronize()
+        return self._mirror.numpy()
+
+
 class ResultArea:
-    """The area of the rounds' results, int64, on the device and in pinned memory of the host.
+    """The area of the rounds' results, int64, on the device and twice in pinned memory of the host.
+
+    The device keeps what the newest round has left there, until the next one writes over it.
 
     Args:
         size: numbers of the largest result.
         device: of the model.
 
     Attributes:
+        on_device: the numbers, and after them one more, which is -1.
         done: recorded after everything that was launched in a round.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._mirror = torch.zeros(size, dtype=torch.int64, pin_memory=True)
-        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.on_device = torch.full((size + 1,), -1, dtype=torch.int64, device=device)
+        self._mirrors = [torch.zeros(size, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    @property
+    def done(self) -> torch.cuda.Event:  # noqa: D102
+        return self._events[self._turn]
+
+    @property
+    def nothing(self) -> int:
+        """The index of the number that is -1."""
+        return len(self.on_device) - 1
+
+    def send(self, size: int) -> SentResult:
+        """Copy the first *size* numbers to the host, which does not wait."""
+        self._turn = 1 - self._turn
+        mirror = self._mirrors[self._turn][:size]
+        mirror.copy_(self.on_device[:size], non_blocking=True)
+        self.done.record()
+        return SentResult(self.done, mirror)
 
     def receive(self, size: int, group: Group | None = None) -> npt.NDArray[np.int64]:
-        """Copy the first *size* numbers to the host and wait for them: the only wait of a round.
-
-        Raises `GroupError` if an operation of *group*, which the numbers depend on, fails or takes too long.
-        """
-        self._mirror[:size].copy_(self.on_device[:size], non_blocking=True)
-        self.done.record()
-        if group is not None:
-            group.check(self.done)
-        self.done.synchronize()
-        return self._mirror[:size].numpy()
+        """Copy the first *size* numbers to the host and wait for them, see `SentResult.receive`."""
+        return self.send(size).receive(group)
 
 
 def fill(into: Array, values: npt.NDArray[np.generic], padding: float) -> None:

@@ -5,8 +5,8 @@ import torch
 from workers.gpu.attention_torch import DeviceAttention
 from workers.gpu.choosing import accepted, choose
 from workers.gpu.drafts.features import FeatureArea
-from workers.gpu.inputs import LINE, RoundInputs
-from workers.gpu.sizes import SamplerKind
+from workers.gpu.inputs import RoundInputs
+from workers.gpu.sizes import LINE, SamplerKind
 from workers.gpu.staging import ResultArea
 from workers.model.runner import ModelRunner
 
@@ -49,6 +49,8 @@ class TargetStep:
     def run(self, kind: SamplerKind) -> None:
         """Run the step."""
         found, queries = self._inputs.on_device, self._inputs.size.queries
+        if queries == 1:
+            self._inputs.follow_()
         tokens_RQ, limits = found["tokens_RQ"], self._inputs.limits(queries)
         self._attention.use(self._inputs.metadata)
         tokens_1T, positions_1T = tokens_RQ.view(1, -1), found["positions_RQ"].view(1, -1)

@@ -39,16 +39,17 @@ class TokenCounts:
         """Return the memory of the counts."""
         return (num_slots + 1) * vocab_size * torch.int32.itemsize
 
-    def write_uncounted(self, into_RC: Ints, slots_R: Ints, penalties: Penalties) -> None:
+    def write_uncounted(self, into_RC: Ints, slots_R: Ints, penalties: Penalties, *, follows: bool) -> None:
         """Write the newest known tokens of each row that a graph is about to count; the rest is -1.
 
-        Rows without penalties have none, nor have those after the given ones.
+        Rows without penalties have none, nor have those after the given ones. The last column is for the tokens of a
+        round that *follows* one whose tokens the host does not know yet; the device writes it.
         """
         into_RC[:] = -1
         rows = np.flatnonzero(~penalties.are_off)
         if not len(rows):
             return
-        room, slots_P = into_RC.shape[1], slots_R[rows]
+        room, slots_P = into_RC.shape[1] - 1, slots_R[rows]
         known_P, counted_P = self._slots.known_len[slots_P], self._counted_S[slots_P]
         is_other_P = (self._generation_S[slots_P] != self._slots.generation[slots_P]) | (counted_P > known_P)
         for slot in slots_P[is_other_P | (known_P - counted_P > room)].tolist():
@@ -57,8 +58,8 @@ class TokenCounts:
         places_PC = first_P[:, None] + np.arange(room)
         tokens_PC = self._slots.tokens[slots_P[:, None], np.minimum(places_PC, self._slots.tokens.shape[1] - 1)]
         is_new_PC = (places_PC < known_P[:, None]) & (tokens_PC < self._vocab_size)
-        into_RC[rows] = np.where(is_new_PC, tokens_PC, -1)
-        self._counted_S[slots_P] = known_P
+        into_RC[rows, :room] = np.where(is_new_PC, tokens_PC, -1)
+        self._counted_S[slots_P] = known_P + follows
 
     def _count_all(self, slot: int) -> None:
         """Count all known tokens of a sequence anew."""

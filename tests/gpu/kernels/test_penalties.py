@@ -86,7 +86,7 @@ class Sequences:
         )
         drafts_RQ = self.dice.integers(0, VOCAB, (rows, QUERIES))
         uncounted_RC = np.empty((rows, self._case.room), np.int64)
-        self.counts.write_uncounted(uncounted_RC, self.slots_R, penalised)
+        self.counts.write_uncounted(uncounted_RC, self.slots_R, penalised, follows=False)
         found = {
             "slots_R": torch.from_numpy(self.slots_R),
             "tokens_RQ": torch.from_numpy(drafts_RQ),

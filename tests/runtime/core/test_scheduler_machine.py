@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -41,7 +42,16 @@ class Lives(RuleBasedStateMachine):
         self.budget = draw(st.integers(2, 12) if chunked else st.integers(max_model_len, 2 * max_model_len))
         num_seqs = draw(st.integers(1, 5))
         states = draw(st.none() | st.integers(0, 6))
-        self.info = WorkerInfo(num_blocks, block_size, max_model_len, len(VOCAB), speculates=True, prefix_states=states)
+        self.info = WorkerInfo(
+            num_blocks,
+            block_size,
+            max_model_len,
+            len(VOCAB),
+            speculates=True,
+            prefix_states=states,
+            runs_ahead=draw(st.booleans()),
+        )
+        self.begun: dict[int, int] = {}
         seed = draw(st.integers(0, 1000))
         self.k = draw(st.integers(0, 5))
         only_chains = states is not None
@@ -116,7 +126,9 @@ class Lives(RuleBasedStateMachine):
         if not plan.rows:
             return
         self.check_plan(plan)
+        self.check_begun(plan)
         verdicts = self.worker.run(plan)
+        self.begun = self.places_after(plan)
         self.check_oldest(plan)
         for output in self.scheduler.commit(plan, verdicts):
             self.record(output)
@@ -128,6 +140,20 @@ class Lives(RuleBasedStateMachine):
             assert row.k <= self.k and (row.samples or not row.k)
             assert not row.k or row.known_len + row.k < self.info.max_model_len
             assert row.samples == (row.start + row.length == row.known_len)
+
+    def check_begun(self, plan: RoundPlan) -> None:
+        """After a step that continues, no row is added, and all have the places that a step begun by then writes to."""
+        if self.begun and len(plan.new) < len(plan.rows):  # else all its rows have ended
+            assert not plan.new and not plan.moves
+            assert all(self.begun[row.slot] > 0 for row in plan.rows)
+
+    def places_after(self, plan: RoundPlan) -> dict[int, int]:
+        """Return the places after the known tokens of each slot of a step that continues."""
+        if not plan.continues:
+            return {}
+        assert self.info.runs_ahead and plan.decodes and not any(row.k for row in plan.rows)
+        slots = [row.slot for row in plan.rows]
+        return dict(zip(slots, self.worker.slots.room(np.array(slots)).tolist(), strict=True))
 
     def check_oldest(self, plan: RoundPlan) -> None:
         """The oldest request has a row in every plan, so no request starves."""

@@ -1,14 +1,17 @@
 """Work that is spread over rounds."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count, pairwise
 from statistics import mean
+from unittest import mock
 
 import pytest
 
 from protos.messages import RoundPlan, Row, Verdict
 from runtime.core.sequence import Sequence
 from runtime.policy.adaptive import AdaptivePolicy
+from runtime.policy.bandit import BanditPolicy
 from runtime.policy.base import FinishedStep
 from runtime.policy.choosers import ChainChooser
 from runtime.policy.pacing import RENEWED_ROUNDS, SETTLING_ROUNDS, IdleRounds, Pace, RunningLoad, Share, Starting
@@ -196,3 +199,28 @@ def test_the_last_idle_rounds_show_what_one_costs_by_their_median(seconds: list[
         idle.add(FinishedStep(RoundPlan(0, [Row(0, 1, 1, 2, 0)]), [], 1, 0.0, float(one)))
     idle.add(FinishedStep(RoundPlan(0, [Row(0, 64, 0, 2, 0)]), [], 1, 0.0, 100.0))  # reads a prompt
     assert (idle.typical and idle.typical.seconds) == typical
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("adaptive", 0.0), ("adaptive", 0.5), ("bandit", 0.0)], ids=["off", "on", "bandit"]
+)
+def test_plain_rounds_are_foreseen(name: str, rate: float) -> None:
+    """Most of those that follow another one, also the few while speculation is on. One round in a hundred is not."""
+    policy: AdaptivePolicy | BanditPolicy = BanditPolicy(LIMIT)
+    if name == "adaptive":
+        ticks, model = count(), RoundCostModel(warmed_up(flat), 8 * (LIMIT + 1), 8, LIMIT)
+        policy = AdaptivePolicy(LIMIT, ChainChooser(LIMIT), model, clock=lambda: 0.00005 * next(ticks))
+    simulation, begin, seen = Simulation(policy, flat, cheap), policy.begin_step, list[tuple[bool, bool]]()
+
+    def begin_step(running: Seq[Sequence]) -> None:
+        begin(running)
+        seen.append((policy.stays_plain, policy.current == 0))
+
+    with mock.patch.object(policy, "begin_step", begin_step):
+        simulation.run([rate] * 8, 4000)
+    pairs = list(pairwise(seen))
+    following = [foreseen for (foreseen, is_plain), (_, is_next) in pairs if is_plain and is_next]
+    assert len(following) > 8
+    assert mean(following) > 0.8
+    wrong = [not is_next for (foreseen, _), (_, is_next) in pairs if foreseen]
+    assert mean(wrong) <= 0.01

@@ -58,23 +58,27 @@ class PretendEvent:
     """Stands for `torch.cuda.Event`."""
 
     def __init__(self, **_: object) -> None:
-        pass
+        self._asked: tuple[int, int] | None = None
 
     def record(self, _stream: object = None) -> None:
-        """Do nothing: everything is done in order."""
+        """Take note of what was asked of the device: it is done in order."""
+        gpu = pretended()
+        self._asked = None if gpu is None else gpu.num_asked
 
     def elapsed_time(self, _end: object) -> float:
         """Return milliseconds: the same, whatever happened between two events."""
         return EVENTS_APART
 
     def synchronize(self) -> None:
-        """Wait for the device."""
-        _wait()
+        """Wait until what was asked of the device before is done."""
+        gpu = pretended()
+        if gpu is not None:
+            gpu.sync(where(), self._asked)
 
     def query(self) -> bool:
-        """Return whether what was launched is done: at once, or never."""
+        """Return whether that is done: at once, or never."""
         gpu = pretended()
-        return gpu is None or gpu.is_over()
+        return gpu is None or gpu.is_over(self._asked)
 
 
 class PretendStream:

@@ -6,7 +6,7 @@ Memory that a copy to the device reads must not change until then.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -17,6 +17,7 @@ from tests.support.gpu.counts import Counts, where
 ALLOCATES = frozenset({"empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like", "lift_fresh"})
 READS_SIZES = frozenset({"nonzero", "masked_select", "_unique2", "unique_dim"})
 TAKES_INDICES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
+Copy = TypeVar("Copy")
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
@@ -92,29 +93,40 @@ class Pretend(TorchDispatchMode):
         self._owners: list[torch.Tensor] = []  # keeps pinned memory, so that its addresses are not given away again
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._leaving: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        self._num_arrived = self._num_left = 0
 
     def reset(self) -> Counts:
         """Return the counts so far, and begin to count anew."""
         counts, self.counts = self.counts, Counts()
         return counts
 
-    def sync(self, place: str) -> None:
-        """Wait for the device: everything that was asked of it is done."""
+    def sync(self, place: str, asked: tuple[int, int] | None = None) -> None:
+        """Wait for the device: everything that was asked of it is done, see `is_over`."""
         self.counts.syncs[place] += 1
         if self.recorder is not None:
             self.recorder.sync(place)
-        if not self.is_over():
+        if not self.is_over(asked):
             raise RuntimeError(f"the host waits for ever in {place}")
 
-    def is_over(self) -> bool:
-        """Return whether everything that was asked of the device is done; the host knows it then."""
+    @property
+    def num_asked(self) -> tuple[int, int]:
+        """How many copies to the host and to the device were asked for."""
+        return self._num_arrived + len(self._arriving), self._num_left + len(self._leaving)
+
+    def is_over(self, asked: tuple[int, int] | None = None) -> bool:
+        """Return whether everything that was asked of the device is done; the host knows it then.
+
+        With *asked*, everything that was before `num_asked` was that.
+        """
         if self.is_stuck:
             return False
-        arriving, self._arriving = self._arriving, []
+        to_host, to_device = self.num_asked if asked is None else asked
+        arriving, self._arriving = _split(self._arriving, to_host - self._num_arrived)
+        leaving, self._leaving = _split(self._leaving, to_device - self._num_left)
+        self._num_arrived, self._num_left = self._num_arrived + len(arriving), self._num_left + len(leaving)
         with torch.utils._python_dispatch._disable_current_modes():
             for target, data in arriving:
                 target.copy_(data)
-            leaving, self._leaving = self._leaving, []
             for source, copied, line in leaving:
                 if not torch.equal(source, copied):
                     raise RuntimeError(
@@ -261,6 +273,11 @@ def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
     if "pin_memory" in found:
         found["pin_memory"] = False
     return found
+
+
+def _split(copies: list[Copy], count: int) -> tuple[list[Copy], list[Copy]]:
+    """Return the first *count* copies, and the others."""
+    return copies[: max(0, count)], copies[max(0, count) :]
 
 
 def _is_view(func: Any, output: Any, on_device: list[PretendTensor]) -> bool:

@@ -17,6 +17,8 @@ LIMITS: dict[SamplerKind, dict[str, Any]] = {
     "limited": {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
 }
 STEP = {"kernels": 0, "graphs": 1, "to_device": 1, "blocking": 0, "to_host": 1, "syncs": 1}
+FIRST, LAST = ({**STEP, "graphs": n, "to_device": n, "to_host": n} for n in (2, 0))
+"""Plain steps are launched one ahead: the first launches the second, too, and the last is running already."""
 ROUND = {**STEP, "graphs": 2}
 """The draft's whole loop is one graph, the target's forward, sampling and acceptance the other."""
 MOVING = {**ROUND, "graphs": 3}
@@ -46,8 +48,10 @@ def check(pair: tuple[Path, Path], kind: SamplerKind, batch: int, shape: dict[st
         served = serve(machine, target, prompts, params, max_num_seqs=batch, speculative_config=speculative)
     rounds = served.decoding(batch, k)
     assert rounds
-    allowed = [STEP] if shape is None else [ROUND, MOVING] if shape is TREE else [ROUND]
-    assert all(each.budget() in allowed for each in rounds)
+    if shape is None:
+        assert [each.budget() for each in rounds] == [FIRST, *[STEP] * (len(rounds) - 2), LAST]
+    else:
+        assert all(each.budget() in ([ROUND, MOVING] if shape is TREE else [ROUND]) for each in rounds)
     assert not any(each.pageable for each in rounds)
     static = lasting_tensors(served.rank)
     for graph in machine.capture.graphs:

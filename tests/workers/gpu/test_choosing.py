@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from protos.draft import Draft
 from protos.messages import Row
 from workers.gpu.choosing import SAMPLER_KINDS, accepted, choose, sampler_kind
-from workers.gpu.inputs import LINE
 from workers.gpu.kernels.sampling import KernelLimits, sample_tokens
 from workers.gpu.rounds import _tree_verdict, _verdicts
-from workers.gpu.sizes import SamplerKind
+from workers.gpu.sizes import LINE, SamplerKind
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import DeviceLimits, SamplingLimits, greedy, sample
 from workers.verification.acceptance import accept

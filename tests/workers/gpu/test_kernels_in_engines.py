@@ -51,7 +51,7 @@ def test_a_layer_launches_twelve_kernels(models: list[Path], batch: int) -> None
 @pytest.mark.parametrize(("params", "kind"), [(GREEDY, "greedy"), (LIMITED, "limited")])
 def test_kernels_are_captured(models: list[Path], params: SamplingParams, kind: SamplerKind) -> None:
     found = served(models[0], 1, params, kind)
-    assert [each.graphs for each in found.decoding(1)] == [1] * len(found.decoding(1))
+    assert [each.graphs for each in found.decoding(1)] == [2, 0]  # the second step is launched by the first
     assert found.decoding(1)[-1].kernels.total() == 0
     assert found.outputs == generate(models[0], PROMPTS[:1], params, max_model_len=64).outputs
 
@@ -100,6 +100,7 @@ def test_penalties_are_applied_by_graphs(models: list[Path], tmp_path: Path, sha
     if shape is not TREE:  # candidates for trees are chosen without penalties
         assert (found.proposed, found.accepted) == (ordinary.proposed, ordinary.accepted)
     budgets = [counts.budget() for plan, counts in found.rounds if plan.decodes]
-    first, later = budgets[0], budgets[1:]
-    assert first["to_device"] == 3, "two sequences are counted anew"
+    is_ahead = shape is None  # the first round launches the second, too, and the last is running already
+    first, later = budgets[0], budgets[1:-1] if is_ahead else budgets[1:]
+    assert first["to_device"] == 3 + is_ahead, "two sequences are counted anew"
     assert all(each["kernels"] == 0 and each["to_device"] == each["to_host"] == each["syncs"] == 1 for each in later)

@@ -39,11 +39,12 @@ def served(model: Path, batch: int, **arguments: Any) -> Served:
 
 
 def check(model: Path, batch: int = 2, **arguments: Any) -> Served:
-    """Raise an error unless tokens are those of a CPU, and each decoding round is one graph."""
+    """Raise an error unless tokens are those of a CPU, and decoding rounds are graphs, launched once each."""
     found = served(model, batch, **arguments)
     assert found.outputs == generate(model, PROMPTS[:batch], GREEDY, max_model_len=64, **arguments).outputs
     rounds = found.decoding(batch)
-    assert [(each.graphs, each.kernels.total()) for each in rounds] == [(1, 0)] * len(rounds)
+    assert sum(each.graphs for each in rounds) == len(rounds)
+    assert not any(each.kernels for each in rounds)
     return found
 
 
