@@ -115,7 +115,7 @@ class LoadedTarget:
             kv_cache_dtype=str(model.kv_dtype).removeprefix("torch."),
             device=model.device.type,
             prefix_states=states,
-            runs_ahead=model.device.type == "cuda" and model.ranks == 1 and not config.model.enforce_eager,
+            runs_ahead=model.device.type == "cuda" and not config.model.enforce_eager,
         )
 
 

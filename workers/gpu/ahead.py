@@ -6,7 +6,7 @@ import numpy as np
 
 from protos.messages import RoundPlan
 from workers.attention.batch import Ints
-from workers.gpu.sizes import LINE, Size
+from workers.gpu.sizes import Size
 from workers.gpu.staging import SentResult
 from workers.slots import SlotTable
 
@@ -48,7 +48,3 @@ class RoundAhead:
         rows_R = self.rows_S[slots_R]
         is_same_R = (rows_R >= 0) & (self.generation_S[slots_R] == slots.generation[slots_R])
         return rows_R if (is_same_R & (self.known_S[slots_R] == slots.known_len[slots_R])).all() else None
-
-    def receive(self) -> Ints:
-        """Wait for the lines of its result, int64 `[R, LINE]`: see `workers.gpu.target_step.TargetStep`."""
-        return self.sent.receive().reshape(self.size.rows, LINE)

@@ -115,11 +115,13 @@ class DeviceRounds:
         began = time.monotonic()
         rows_R = ahead.rows_of(plan, self._worker.slots)
         if rows_R is None:
-            ahead.receive()  # the copy of its input may have to be waited for
+            ahead.sent.receive(self._group)  # the copy of its input may have to be waited for
             return None
         if plan.continues:
             self._run_ahead(np.array([row.slot for row in plan.rows], np.int64), rows_R)
-        lines_RX = ahead.receive()[rows_R]
+        if self._group.rank:
+            return RoundDone(plan.round, [])
+        lines_RX = self._lines(ahead.sent, ahead.size)[rows_R]
         return self._done(plan, _verdicts(plan.rows, np.zeros_like(rows_R), {}, lines_RX), 0.0, began)
 
     def _run_ahead(self, slots_R: Ints, rows_R: Ints) -> None:
@@ -135,11 +137,12 @@ class DeviceRounds:
         size, kind = key
         if self._area is not None:
             self._area.save(slots_R)
+        if self._group.rank:
+            self._group.check(self._captured.buffers.results.before)  # its input is written over
         rows = self._rows(slots_R, limits, DraftPlan.of_drafts(np.zeros_like(rows_R)), {})
         self._captured.buffers.inputs[size].send(replace(rows, follows_R=rows_R * LINE))
         self._launch(size, kind, len(slots_R))
-        sent = self._captured.buffers.results.send(LINE * size.rows)
-        self._ahead = RoundAhead.of(size, slots_R, self._worker.slots, sent)
+        self._ahead = RoundAhead.of(size, slots_R, self._worker.slots, self._send_back(size))
 
     def _slots(self, plan: RoundPlan) -> Ints | None:
         """Return the slots of the rows; None if the round takes the ordinary path."""
@@ -167,13 +170,12 @@ class DeviceRounds:
             self._group.check(self._captured.buffers.results.done)  # of the round before: its input is written over
         self._send(size, plan, self._rows(slots_R, limits, DraftPlan.of_drafts(drafted_R), trees))
         self._launch(size, kind, len(slots_R))
-        if self._group.rank:
-            self._captured.buffers.results.done.record()
-            return RoundDone(plan.round, [])
-        sent = self._captured.buffers.results.send(size.rows * LINE * size.queries)
+        sent = self._send_back(size)
         if plan.continues and size.queries == 1:
             self._run_ahead(slots_R, np.arange(len(slots_R)))
-        lines_RX = self._lines(sent, size, len(slots_R))
+        if self._group.rank:
+            return RoundDone(plan.round, [])
+        lines_RX = self._lines(sent, size)[: len(slots_R)]
         return self._done(plan, _verdicts(plan.rows, drafted_R, trees, lines_RX), 0.0, began)
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, device: DeviceDrafts) -> RoundDone | None:
@@ -195,8 +197,7 @@ class DeviceRounds:
             self._captured.loops.launch((size, kind))
         self._loop_timer.end()
         self._launch(size, kind, len(slots_R))
-        sent = self._captured.buffers.results.send(size.rows * LINE * size.queries)
-        lines_RX = self._lines(sent, size, len(slots_R))
+        lines_RX = self._lines(self._send_back(size), size)[: len(slots_R)]
         drafted_s = prepared_s + self._loop_timer.seconds  # a launch returns before the loop has run
         drafted_RX = lines_RX[:, size.queries + 1 :]
         drafted_R = device.record(slots_R, planned, drafted_RX)
@@ -240,9 +241,13 @@ class DeviceRounds:
         if self._worker.needs != "none":
             self._worker.keep_features(np.arange(count) * size.queries, self._captured.steps[size].states_of.get(kind))
 
-    def _lines(self, sent: SentResult, size: Size, count: int) -> Ints:
-        """Wait for the lines of a result for *count* rows. They are valid until the next round."""
-        return sent.receive(self._group).reshape(size.rows, -1)[:count]
+    def _send_back(self, size: Size) -> SentResult:
+        """Send the result of the round that was launched to the host; other ranks than 0 have none."""
+        return self._captured.buffers.results.send(0 if self._group.rank else size.rows * LINE * size.queries)
+
+    def _lines(self, sent: SentResult, size: Size) -> Ints:
+        """Wait for the lines of a result, one for each row. They are valid until the next round."""
+        return sent.receive(self._group).reshape(size.rows, -1)
 
     def _done(self, plan: RoundPlan, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
         if self._area is not None and plan.speculates:

@@ -112,7 +112,8 @@ class ResultArea:
 
     Attributes:
         on_device: the numbers, and after them one more, which is -1.
-        done: recorded after everything that was launched in a round.
+        done: recorded after everything that was launched in the round whose result was sent last.
+        before: the same of the round before.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -126,15 +127,20 @@ class ResultArea:
         return self._events[self._turn]
 
     @property
+    def before(self) -> torch.cuda.Event:  # noqa: D102
+        return self._events[1 - self._turn]
+
+    @property
     def nothing(self) -> int:
         """The index of the number that is -1."""
         return len(self.on_device) - 1
 
     def send(self, size: int) -> SentResult:
-        """Copy the first *size* numbers to the host, which does not wait."""
+        """Copy the first *size* numbers to the host, which does not wait. There may be none."""
         self._turn = 1 - self._turn
         mirror = self._mirrors[self._turn][:size]
-        mirror.copy_(self.on_device[:size], non_blocking=True)
+        if size:
+            mirror.copy_(self.on_device[:size], non_blocking=True)
         self.done.record()
         return SentResult(self.done, mirror)
 

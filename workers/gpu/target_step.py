@@ -51,6 +51,7 @@ class TargetStep:
         found, queries = self._inputs.on_device, self._inputs.size.queries
         if queries == 1:
             self._inputs.follow_()
+            self._runner.loaded.group.broadcast(found["tokens_RQ"].view(-1))  # rank 0 alone knows what was chosen
         tokens_RQ, limits = found["tokens_RQ"], self._inputs.limits(queries)
         self._attention.use(self._inputs.metadata)
         tokens_1T, positions_1T = tokens_RQ.view(1, -1), found["positions_RQ"].view(1, -1)

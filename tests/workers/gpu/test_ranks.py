@@ -104,12 +104,30 @@ def test_a_round_is_one_graph_and_one_copy_on_every_rank(
     for rank in range(ranks):
         decoding = budgets(workers, rank)
         assert max(k for k, _, _ in decoding) == (0 if shape is None else shape["num_speculative_tokens"])
+        expected = OTHER_STEP if rank else STEP
+        for name, each in expected.items():  # plain rounds are launched one ahead
+            assert sum(budget[name] for _, budget, _ in decoding) == each * len(decoding)
         for _, budget, counts in decoding:
-            assert budget == (OTHER_STEP if rank else STEP)
+            assert budget == expected or shape is None
             assert not counts.pageable
+        assert any(plan.continues for plan, _ in workers.decoding(rank)) == (shape is None)
         static = lasting_tensors(workers.ranks[f"target rank {rank}"])
         for graph in workers.machines[f"target rank {rank}"].capture.graphs:
             graph.reads_only(static)
+
+
+def test_ranks_leave_the_same_rounds_that_were_launched_ahead(
+    workers: PretendedWorkers, models: Models, plain: dict[str, list[int]]
+) -> None:
+    """Drafts come back with the last two rows, by the table; the plain round that runs by then is of no use."""
+    by_batch = {**CHAIN, "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0]]}
+    with started(workers, models, 2, by_batch) as engine:
+        engine.put(*some_requests())
+        assert_same(engine.finish(), plain)
+    mine, other = ([counts.graphs for _, counts in workers.decoding(rank)] for rank in range(2))
+    assert mine == other
+    assert sum(mine) == len(mine) + 1
+    assert any(plan.speculates for plan, _ in workers.decoding(0))
 
 
 def test_a_draft_beside_rank_0_has_graphs_of_its_own(
