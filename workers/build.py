@@ -115,8 +115,12 @@ class LoadedTarget:
             kv_cache_dtype=str(model.kv_dtype).removeprefix("torch."),
             device=model.device.type,
             prefix_states=states,
-            runs_ahead=model.device.type == "cuda" and not config.model.enforce_eager,
+            runs_ahead=_runs_ahead(config, model),
         )
+
+
+def _runs_ahead(config: EngineConfig, model: LoadedModel) -> bool:
+    return config.scheduler.async_scheduling and model.device.type == "cuda" and not config.model.enforce_eager
 
 
 class ReadyTarget(NamedTuple):

@@ -89,7 +89,8 @@ class Controller:
         self.final_outputs: list[TokenOutput] = []
         self.is_stepping = False
         self._outputs: list[TokenOutput] = []  # of this step, and of those before that were interrupted
-        self._clock = StepClock(scheduler.info.costs, is_awaited=scheduler.info.device == "cpu")
+        info = scheduler.info
+        self._clock = StepClock(info.costs, is_awaited=info.device == "cpu", runs_ahead=info.runs_ahead)
         self._lookup_s = 0.0  # of all steps so far
         self._outage: Outage | None = None
         self._num_losses = 0

@@ -5,7 +5,7 @@ for a place in the KV cache. Requests that come meanwhile start in the step afte
 """
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.core.sequence import ScheduledSequence, Sequence
 
@@ -13,16 +13,42 @@ if TYPE_CHECKING:
     from runtime.core.request_queue import RequestQueue
 
 
-def continues(scheduled: Seq[ScheduledSequence], queue: "RequestQueue") -> bool:
+class TooFewBlocks(NamedTuple):
+    """Why the first sequence that waits could not start: its key, and how many blocks were free for it.
+
+    One for each running sequence is not, which may need it for its next tokens.
+    """
+
+    key: int = 0
+    num_spare: int = 0
+
+    @classmethod
+    def of(cls, queue: "RequestQueue") -> "TooFewBlocks":
+        """Return that of the first sequence that waits."""
+        return cls(queue.waiting[0].key, queue.blocks.num_free - len(queue.running))
+
+    def holds(self, queue: "RequestQueue") -> bool:
+        """Whether the first that waits cannot start now either: it is the same one, and no more blocks are free."""
+        now = self.of(queue)
+        return now.key == self.key and now.num_spare <= self.num_spare
+
+
+def continues(scheduled: Seq[ScheduledSequence], queue: "RequestQueue", last: TooFewBlocks) -> bool:
     """Return whether the rows of a planned step go on as they are in the next one; give them the blocks for it.
 
-    Not if a request waits that could start then.
+    Not if a request waits that could start then. *last* is why one did not start before.
     """
     if any(one.k or one.length != 1 or not one.samples for one in scheduled):
         return False
     staying = [one.sequence for one in scheduled if len(one.sequence.token_ids) + 1 < one.sequence.max_len]
-    may_start = queue.waiting and (queue.has_slot or len(staying) < len(scheduled))
-    return bool(staying) and not may_start and _give_places(staying, queue)
+    if not staying or (queue.waiting and (len(staying) < len(scheduled) or _may_start(queue, last))):
+        return False
+    return _give_places(staying, queue)
+
+
+def _may_start(queue: "RequestQueue", last: TooFewBlocks) -> bool:
+    """Whether the first sequence that waits may start although no other ends."""
+    return queue.has_slot and not last.holds(queue)
 
 
 def _give_places(staying: list[Sequence], queue: "RequestQueue") -> bool:

@@ -61,12 +61,13 @@ class StepClock:
     A plain step gives every row one token. It costs the forward of one token per row, as measured in warm-up, plus all
     that the speculative step spent outside its forward and its drafting. Where the speculative step's forward took
     longer than measured, as with long contexts, or with fewer threads beside busy neighbours, the plain one would have
-    been as much slower; and as much faster where the measurement itself was disturbed. Without measured costs nothing
-    is estimated.
+    been as much slower; and as much faster where the measurement itself was disturbed. Where plain steps are begun
+    ahead, their forwards hide the rest. Without measured costs nothing is estimated.
 
     Args:
         costs: as measured before serving; None: they were not.
         is_awaited: whether rounds report how long a forward took; on a GPU it may be how long it took to launch.
+        runs_ahead: whether plain steps are begun ahead.
 
     Attributes:
         steps_s: seconds of all steps, from planning to committing.
@@ -74,8 +75,8 @@ class StepClock:
         plain_s: the estimated seconds of plain steps for the tokens of the latter.
     """
 
-    def __init__(self, costs: StepCosts | None, *, is_awaited: bool) -> None:
-        self._least = 0.0 if is_awaited else 1.0
+    def __init__(self, costs: StepCosts | None, *, is_awaited: bool, runs_ahead: bool = False) -> None:
+        self._least, self._runs_ahead = 0.0 if is_awaited else 1.0, runs_ahead
         self._target_s = {} if costs is None else costs.target_s
         self._before = PhaseTimes()
         self.steps_s = self.speculative_s = self.plain_s = 0.0
@@ -107,7 +108,8 @@ class StepClock:
         num_rows = len(plan.rows)
         num_scored = num_rows + sum([verdict.proposed for verdict in verdicts])
         slowdown = max(self._least, score_s / interpolate(self._target_s, num_scored))
-        plain_s = slowdown * interpolate(self._target_s, num_rows) + max(0.0, seconds - draft_s - score_s)
+        forward_s, others_s = slowdown * interpolate(self._target_s, num_rows), max(0.0, seconds - draft_s - score_s)
+        plain_s = max(forward_s, others_s) if self._runs_ahead else forward_s + others_s
         self.speculative_s += seconds
         self.plain_s += plain_s * sum([len(output.token_ids) for output in outputs]) / num_rows
         return draft_s

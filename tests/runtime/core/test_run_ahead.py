@@ -64,6 +64,18 @@ def test_a_request_starts_at_once_where_all_that_were_begun_ended() -> None:
     assert len(scheduler.schedule(OFF).new) == 1
 
 
+def test_rows_continue_beside_a_request_for_which_there_are_too_few_blocks() -> None:
+    """It wants 15 of 16 that are free, and one is left for each running sequence. So it starts after one ends."""
+    info = replace(AHEAD, num_blocks=18)
+    waiting = make_request("c", [4] * 60, 4)
+    scheduler = started(make_request("a", [1], 30), make_request("b", [1, 2], 30, eos_ids=(7,)), info=info)
+    scheduler.admit([waiting])
+    assert step(scheduler, 1, 1).continues
+    assert step(scheduler, 1, 7).continues
+    assert not step(scheduler, 1).continues
+    assert [new.token_ids for new in scheduler.schedule(OFF).new] == [tuple([4] * 60)]
+
+
 def test_rows_get_a_block_for_the_next_token() -> None:
     scheduler = started(make_request("a", [1, 2], 9), info=AHEAD)
     plan = scheduler.schedule(OFF)
@@ -82,9 +94,8 @@ def test_rows_do_not_continue_without_a_free_block() -> None:
     assert not plan.continues
 
 
-@pytest.mark.parametrize("options", [{}, {"async_scheduling": False, "info": AHEAD}])
-def test_workers_that_do_not_run_ahead_are_not_told_to(options: dict[str, object]) -> None:
-    scheduler = started(make_request("a", [1, 2, 3], 9), **options)
+def test_workers_that_do_not_run_ahead_are_not_told_to() -> None:
+    scheduler = started(make_request("a", [1, 2, 3], 9))
     assert not scheduler.schedule(OFF).continues
 
 

@@ -45,6 +45,15 @@ def test_a_step_is_set_against_plain_steps_for_its_tokens() -> None:
     assert clock.plain_s == 2 * (1.5 + 0.5)
 
 
+@pytest.mark.parametrize(("seconds", "plain_s"), [(4.0, 2 * 1.5), (6.0, 2 * 2.5)])
+def test_a_plain_step_that_is_begun_ahead_would_have_hidden_the_rest(seconds: float, plain_s: float) -> None:
+    """Unless that takes longer than the forward."""
+    clock = StepClock(COSTS, is_awaited=False, runs_ahead=True)
+    outputs = [TokenOutput("a", [1, 2, 3]), TokenOutput("b", [1])]
+    clock.add(plan(2), SIX_TOKENS, outputs, PhaseTimes(propose_s=0.5, score_s=3.0, verify_s=0.25), seconds=seconds)
+    assert clock.plain_s == plain_s
+
+
 def test_a_plain_step_would_have_been_as_much_slower() -> None:
     clock = StepClock(COSTS, is_awaited=False)
     outputs = [TokenOutput("a", [1]), TokenOutput("b", [1])]
