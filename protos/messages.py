@@ -48,6 +48,12 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether GPUs do not sample alone: for log-probabilities, grammars, masks, and a bias of logits."""
+        found = (self.logprobs, self.prompt_logprobs, self.grammar, self.allowed_ids)
+        return any(each is not None for each in found) or bool(self.logit_bias or self.bad_words or self.min_tokens)
+
 
 class Request(msgspec.Struct, frozen=True, gc=False):
     """One sequence to generate, validated and tokenised. `n > 1` is n requests of one group.
@@ -81,8 +87,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities at one position, from the model's raw logits.
 
-    The chosen token comes first, then the top ones, best first. `ranks[i]` is 1 + the number of tokens
-    strictly more likely than `token_ids[i]`.
+    The chosen token comes first, then the top ones, best first. `ranks[i]` is 1 + the number of more likely tokens.
     """
 
     token_ids: list[int]
@@ -149,8 +154,7 @@ class RoundPlan(msgspec.Struct, frozen=True, gc=False):
     (block * block_size + offset). All are read before the first is written. They move the accepted path of a tree to
     the positions of a chain. `speculates`: the draft model may propose in this round. `least_survival`: the smallest
     probability to be accepted with which a draft token pays, where `assistant_confidence_threshold` is "auto".
-    `continues`: unless they end, the rows are those of the next plan, too, without drafts; workers may begin its round
-    before it comes.
+    `continues`: workers may begin the next round before its plan: it has the rows that do not end, without drafts.
     """
 
     round: int
@@ -206,8 +210,8 @@ def with_tree(verdict: Verdict, draft: Draft) -> Verdict:
 class SpeculationStats(msgspec.Struct, frozen=True, gc=False):
     """Acceptance statistics of one request.
 
-    `steps` counts rounds in which anything was proposed for it; index j of `accepted_per_pos` counts those
-    whose j-th draft token, or one at depth j + 1 of a tree, was accepted.
+    `steps` counts rounds in which anything was proposed for it; index j of `accepted_per_pos` counts those whose j-th
+    draft token, or one at depth j + 1 of a tree, was accepted.
     """
 
     steps: int = 0
@@ -269,7 +273,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     empty and 0 without speculation. `dtype` is that of the target, such as "float32", and `kv_cache_dtype` that of its
     cached K and V, such as "int8"; both may be empty. `device` is "cpu" or "cuda". `prefix_states` is how many
     states of recurrent layers are kept for the prefix cache, which is off without any; None: the target has no such
-    layers. `runs_ahead`: rounds may be begun before their plan comes (`RoundPlan.continues`).
+    layers. `rows_ahead`: rounds of at most so many rows may be begun before their plan comes (`RoundPlan.continues`).
     """
 
     num_blocks: int
@@ -288,7 +292,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     device: str = "cpu"
     draft_places: int = 0
     prefix_states: int | None = None
-    runs_ahead: bool = False
+    rows_ahead: int = 0
 
     @property
     def longest_sequence(self) -> int:

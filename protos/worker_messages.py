@@ -142,11 +142,12 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """Warmed up. `step_s` are measured seconds of one forward by number of tokens fed.
 
-    `draft_s` are those of a draft in the same process.
+    `draft_s` are those of a draft in the same process. `rows_ahead`: see `WorkerInfo`.
     """
 
     step_s: dict[int, float] = {}
     draft_s: dict[int, float] = {}
+    rows_ahead: int = 0
 
 
 class DraftChannelReady(msgspec.Struct, frozen=True, tag=True):

@@ -115,19 +115,14 @@ class LoadedTarget:
             kv_cache_dtype=str(model.kv_dtype).removeprefix("torch."),
             device=model.device.type,
             prefix_states=states,
-            runs_ahead=_runs_ahead(config, model),
         )
-
-
-def _runs_ahead(config: EngineConfig, model: LoadedModel) -> bool:
-    return config.scheduler.async_scheduling and model.device.type == "cuda" and not config.model.enforce_eager
 
 
 class ReadyTarget(NamedTuple):
     """A target rank that can run rounds, its local draft if there is one, and the seconds that their steps take.
 
     `costs` are empty where they were not measured. `swap` is None unless something is compiled in the background.
-    `rounds` runs whole rounds on a GPU; None where steps run eager.
+    `rounds` runs whole rounds on a GPU; None where steps run eager. `rows_ahead`: see `WorkerInfo`.
     """
 
     worker: TargetWorker
@@ -135,6 +130,7 @@ class ReadyTarget(NamedTuple):
     costs: StepCosts
     swap: Swap | None
     rounds: DeviceRounds | None = None
+    rows_ahead: int = 0
 
 
 def load_target(config: EngineConfig, tp: Group, report: ProgressCallback, *, with_draft: bool) -> LoadedTarget:
@@ -204,7 +200,8 @@ def make_target(
     worker = TargetWorker(runner, slots, masked, loaded.spec.needs, rule)
     warm_rounds(worker, config)
     rounds = None if config.model.enforce_eager else make_rounds(worker, draft, config.max_draft, report)
-    return ReadyTarget(worker, draft, costs, warm.swap, rounds)
+    rows_ahead = 0 if rounds is None or not config.scheduler.async_scheduling else rounds.rows_ahead
+    return ReadyTarget(worker, draft, costs, warm.swap, rounds, rows_ahead)
 
 
 def make_draft(
@@ -242,7 +239,8 @@ def build_uni(
     costs = ready.costs if needs_step_costs(config) and ready.swap is None else None
     later = None if ready.swap is None else _compiled_later(config, loaded, allocate, ready, threads)
     rank = TargetRank(tp, ready.worker, ready.draft, ready.rounds)
-    return UniExecutor(structs.replace(info, costs=costs), rank, threads, later)
+    info = structs.replace(info, costs=costs, rows_ahead=ready.rows_ahead)
+    return UniExecutor(info, rank, threads, later)
 
 
 def _compiled_later(

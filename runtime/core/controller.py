@@ -90,7 +90,7 @@ class Controller:
         self.is_stepping = False
         self._outputs: list[TokenOutput] = []  # of this step, and of those before that were interrupted
         info = scheduler.info
-        self._clock = StepClock(info.costs, is_awaited=info.device == "cpu", runs_ahead=info.runs_ahead)
+        self._clock = StepClock(info.costs, is_awaited=info.device == "cpu", runs_ahead=info.rows_ahead > 0)
         self._lookup_s = 0.0  # of all steps so far
         self._outage: Outage | None = None
         self._num_losses = 0

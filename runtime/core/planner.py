@@ -8,7 +8,7 @@ from protos.config.engine import SchedulerConfig
 from protos.messages import NewSequence, Request, Row, WorkerInfo
 from runtime.core.proposing import ControllerProposers
 from runtime.core.request_queue import RequestQueue
-from runtime.core.run_ahead import TooFewBlocks, continues
+from runtime.core.run_ahead import FailedStart, continues
 from runtime.core.sequence import ScheduledSequence, Sequence
 from runtime.core.state_keeping import StateKeeping
 from runtime.core.stats import EngineCounters
@@ -62,8 +62,8 @@ class Planner:
         self._num_scored = 0  # prompt tokens whose logits are computed in this step
         self._worker_is_up = True  # whether the draft worker serves in this step
         self.may_draft = self.continues = False
-        self._too_few = TooFewBlocks()
-        self._runs_ahead = info.runs_ahead
+        self._failed = FailedStart()
+        self._rows_ahead = info.rows_ahead
         self._draft_needs = info.draft_needs
         self._max_model_len = info.max_model_len
         self._draft_places = info.draft_places
@@ -86,7 +86,9 @@ class Planner:
         if queue.waiting and queue.num_preemptions == num_preemptions and not is_begun:
             budget = self.budget.limit - sum([one.length + one.k for one in scheduled])
             scheduled += self._start_waiting(policy, budget)
-        self.continues = self._runs_ahead and policy.stays_plain and continues(scheduled, queue, self._too_few)
+        self.continues = (
+            len(scheduled) <= self._rows_ahead and policy.stays_plain and continues(scheduled, queue, self._failed)
+        )
         if self.budget.is_reduced:
             self.budget.count_step(sum([one.length for one in scheduled]))
         return scheduled
@@ -188,7 +190,7 @@ class Planner:
         while self._queue.waiting and self._queue.has_slot and budget > 0:
             one = self._start_first(policy, budget)
             if one is None:
-                self._too_few = TooFewBlocks.of(self._queue)
+                self._failed = FailedStart.of(self._queue)
                 break
             self._request_drafts(one, policy, budget - one.length)
             budget -= one.length + one.k

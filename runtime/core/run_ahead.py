@@ -13,32 +13,29 @@ if TYPE_CHECKING:
     from runtime.core.request_queue import RequestQueue
 
 
-class TooFewBlocks(NamedTuple):
-    """Why the first sequence that waits could not start: its key, and how many blocks were free for it.
-
-    One for each running sequence is not, which may need it for its next tokens.
-    """
+class FailedStart(NamedTuple):
+    """The first sequence that waits could not start: its key, and how many blocks were free beside one for each row."""
 
     key: int = 0
     num_spare: int = 0
 
     @classmethod
-    def of(cls, queue: "RequestQueue") -> "TooFewBlocks":
+    def of(cls, queue: "RequestQueue") -> "FailedStart":
         """Return that of the first sequence that waits."""
         return cls(queue.waiting[0].key, queue.blocks.num_free - len(queue.running))
 
     def holds(self, queue: "RequestQueue") -> bool:
-        """Whether the first that waits cannot start now either: it is the same one, and no more blocks are free."""
+        """Whether the first that waits fails to start now, too: it is the same one, and no more blocks are free."""
         now = self.of(queue)
         return now.key == self.key and now.num_spare <= self.num_spare
 
 
-def continues(scheduled: Seq[ScheduledSequence], queue: "RequestQueue", last: TooFewBlocks) -> bool:
+def continues(scheduled: Seq[ScheduledSequence], queue: "RequestQueue", last: FailedStart) -> bool:
     """Return whether the rows of a planned step go on as they are in the next one; give them the blocks for it.
 
-    Not if a request waits that could start then. *last* is why one did not start before.
+    Not if a request waits that could start then; *last* is the newest that could not.
     """
-    if any(one.k or one.length != 1 or not one.samples for one in scheduled):
+    if any(one.k or one.length != 1 or not one.samples or one.sequence.needs_host for one in scheduled):
         return False
     staying = [one.sequence for one in scheduled if len(one.sequence.token_ids) + 1 < one.sequence.max_len]
     if not staying or (queue.waiting and (len(staying) < len(scheduled) or _may_start(queue, last))):
@@ -46,7 +43,7 @@ def continues(scheduled: Seq[ScheduledSequence], queue: "RequestQueue", last: To
     return _give_places(staying, queue)
 
 
-def _may_start(queue: "RequestQueue", last: TooFewBlocks) -> bool:
+def _may_start(queue: "RequestQueue", last: FailedStart) -> bool:
     """Whether the first sequence that waits may start although no other ends."""
     return queue.has_slot and not last.holds(queue)
 

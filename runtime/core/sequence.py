@@ -64,6 +64,7 @@ class Sequence:
         num_shortages: steps of one of its tokens alone that ran out of memory since one did not.
         finish_reason / stop_reason / error: why it ended; None while it is unfinished.
         ending_ids: tokens that end it.
+        needs_host: whether the host takes part in sampling, which GPUs do without it otherwise.
     """
 
     request: Request
@@ -91,10 +92,12 @@ class Sequence:
     stop_reason: int | str | None = None
     error: str | None = None
     ending_ids: frozenset[int] = field(init=False)
+    needs_host: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.request.params
         self.ending_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.request.eos_ids)))
+        self.needs_host = self.request.sampling.needs_host
 
     def is_short_again(self) -> bool:
         """Count a step of one token that ran out of memory; return whether too many did, one after another.

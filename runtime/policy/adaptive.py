@@ -125,7 +125,7 @@ class AdaptivePolicy:
         self._num_kept += idle.num_rounds
         self._warming.count(drafts=self.current > 0, num_rounds=idle.num_rounds)
         self._exploration.count(1 + idle.num_rounds, is_on=is_on and self._first.are_over)
-        self._calibration.observe_all(idle.num_rows, idle.rounds, is_on=is_on)
+        self._calibration.end_idle(idle.num_rows, idle.rounds, is_on=is_on)
         self._learn_idle(idle)
         self._trials.add(idle.num_rounds, idle.seconds)
         if idle.is_renewed or self._decided.is_other(running) or self._rows.are_newly_predicted(running, self._chosen):

@@ -104,8 +104,8 @@ class Calibration:
         self._sum_squares = kept * self._sum_squares + tokens * tokens
         self._sum_seconds = kept * self._sum_seconds + min(MOST_SECONDS, seconds / self._seconds)
 
-    def observe_all(self, num_rows: int, rounds: Seq[tuple[int, float]], *, is_on: bool) -> None:
-        """Count rounds of so many rows, each with its tokens and seconds, and if speculation is off the one after."""
+    def end_idle(self, num_rows: int, rounds: Seq[tuple[int, float]], *, is_on: bool) -> None:
+        """Count idle rounds of so many rows, each with its tokens and seconds. Off, they and the one after fade it."""
         if not is_on:
             self.fade(1 + len(rounds))
         for num_tokens, seconds in rounds if is_on else ():

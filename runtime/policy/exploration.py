@@ -91,7 +91,8 @@ class Exploration:
         self._sizes = sizes
         self._random = random.Random(0)
         self._num_rounds = 0  # since the last time
-        self._is_on = self._is_in_doubt = self._is_plain = False
+        self._is_on = self._is_in_doubt = False
+        self._since_plain = math.inf  # rounds since none were tried
         self._usual = self._num_alike = 0  # what pays, and how often others were tried since it does
         self._last = 0  # what was tried last, but for none
         self._next: int | None = None
@@ -108,12 +109,13 @@ class Exploration:
     @property
     def paid(self) -> bool:
         """Whether draft tokens come back after rounds without that were tried: these paid for what the draft missed."""
-        return self._is_plain and self._num_rounds <= EXPLORED_PLAIN + 1
+        return self._since_plain <= EXPLORED_PLAIN + 1
 
     def count(self, num_rounds: int, *, is_on: bool) -> None:
         """Count rounds, if speculation is on in them."""
         self._is_on = is_on
         self._num_rounds += num_rounds * is_on
+        self._since_plain += num_rounds
 
     def doubt(self, gain: float) -> None:
         """Note that the cost of plain rounds is in doubt, if it decides anything at this *gain*."""
@@ -145,7 +147,7 @@ class Exploration:
 
     def begin(self, k: int) -> None:
         """Begin to try *k* draft tokens."""
-        self._num_rounds, self._next, self._is_plain = 0, None, k == 0
+        self._num_rounds, self._next, self._since_plain = 0, None, math.inf if k else 0
         if k:
             self._num_alike, self._last = self._num_alike + 1, k
 

@@ -43,9 +43,9 @@ class RoundKind(Enum):
         return self in (RoundKind.FIRST, RoundKind.TRIAL, RoundKind.EXPLORE)
 
     def stays(self, following: "RoundKind", *, is_idle: bool) -> bool:
-        """Whether the next round has as many draft tokens as this one, as far as is known: none, for one of `FIRST`.
+        """Whether the round after a plain one of this kind is plain, too, as far as is known.
 
-        It *is_idle*, or else one of kind *following*.
+        After idle ones: if it *is_idle*. After others, if it is of kind *following*, unless this decides anew.
         """
         if self is RoundKind.IDLE:
             return is_idle

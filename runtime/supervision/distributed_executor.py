@@ -203,7 +203,8 @@ class DistributedExecutor:
         speculates = self._config.speculative is not None
         # Costs of eager models only serve to detect hangs.
         costs = None if self._config.model.enforce_eager else step_costs(startup, self._targets.rank_0, self._drafts())
-        return msgspec.structs.replace(self._sizing.info, speculates=speculates, costs=costs)
+        rows_ahead = startup.measured(self._targets.rank_0).rows_ahead
+        return msgspec.structs.replace(self._sizing.info, speculates=speculates, costs=costs, rows_ahead=rows_ahead)
 
     def _begin_serving(self, startup: GroupStartup) -> None:
         """Begin to serve with the workers of *startup*, all of which wait for plans."""

@@ -37,14 +37,13 @@ class RoundAhead:
         rows_S[slots_R] = np.arange(len(slots_R))
         return cls(size, rows_S, slots.generation.copy(), slots.known_len + 1, sent)
 
-    def rows_of(self, plan: RoundPlan, slots: SlotTable) -> Ints | None:
+    def rows_of(self, plan: RoundPlan, slots_R: Ints, slots: SlotTable) -> Ints | None:
         """Return the rows of this round that are those of *plan*, which is in *slots* already; None if some are not.
 
         Sequences that have ended meanwhile have no row in *plan*.
         """
         if plan.new or plan.moves or plan.speculates or not plan.decodes or any(row.k for row in plan.rows):
             return None
-        slots_R = np.array([row.slot for row in plan.rows], np.int64)
         rows_R = self.rows_S[slots_R]
         is_same_R = (rows_R >= 0) & (self.generation_S[slots_R] == slots.generation[slots_R])
         return rows_R if (is_same_R & (self.known_S[slots_R] == slots.known_len[slots_R])).all() else None

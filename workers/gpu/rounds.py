@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from protos.draft import NO_DRAFT, Draft
-from protos.messages import RoundPlan, Row, Verdict, with_tree
+from protos.messages import RoundPlan, Row, Verdict
 from protos.worker_messages import RoundDone
 from workers.attention.batch import Ints
 from workers.device import DeviceTimer
 from workers.gpu.ahead import RoundAhead
-from workers.gpu.choosing import sampler_kind
+from workers.gpu.choosing import SAMPLER_KINDS, sampler_kind
 from workers.gpu.drafts.drafting import DeviceDrafts
 from workers.gpu.graphs import GraphSet
 from workers.gpu.inputs import Buffers
@@ -29,16 +29,13 @@ from workers.gpu.round_rows import DraftPlan, RoundRows
 from workers.gpu.sizes import LINE, SamplerKind, Size, StepKey, padded
 from workers.gpu.staging import SentResult
 from workers.gpu.target_step import TargetStep
+from workers.gpu.verdicts import verdicts_of
 from workers.sampling.sample import SamplingLimits
-from workers.sampling.sampler import NOT_A_NUMBER
 
 if TYPE_CHECKING:
     from workers.target import TargetWorker
 
 logger = logging.getLogger(__name__)
-
-PREFIXES = [tuple(range(length)) for length in range(65)]
-"""The paths of chains, by the number of tokens that are accepted."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,13 @@ class DeviceRounds:
         self._row_sizes = sorted({size.rows for size in captured.buffers.inputs})
         self._most_drafted = max((size.queries for size in captured.buffers.inputs), default=1) - 1
         self._ahead: RoundAhead | None = None
+        self._received_at = 0.0  # from then on the device ran the next round, if there was one
+
+    @property
+    def rows_ahead(self) -> int:
+        """The most rows of a round that may be launched ahead."""
+        keys = [(size, kind) for size in self._captured.steps for kind in SAMPLER_KINDS if size.queries == 1]
+        return max((key[0].rows for key in keys if key in self._captured.targets), default=0)
 
     @property
     def moves_entries(self) -> bool:
@@ -109,20 +113,24 @@ class DeviceRounds:
 
     def _take_ahead(self, plan: RoundPlan) -> RoundDone | None:
         """Return the result of the round that was launched ahead; None if there is none, or *plan* is another."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
         if ahead is None:
             return None
-        began = time.monotonic()
-        rows_R = ahead.rows_of(plan, self._worker.slots)
+        slots_R, began = np.array([row.slot for row in plan.rows], np.int64), self._received_at
+        rows_R = ahead.rows_of(plan, slots_R, self._worker.slots)
         if rows_R is None:
             ahead.sent.receive(self._group)  # the copy of its input may have to be waited for
+            self._ahead = None
             return None
         if plan.continues:
-            self._run_ahead(np.array([row.slot for row in plan.rows], np.int64), rows_R)
-        if self._group.rank:
-            return RoundDone(plan.round, [])
-        lines_RX = self._lines(ahead.sent, ahead.size)[rows_R]
-        return self._done(plan, _verdicts(plan.rows, np.zeros_like(rows_R), {}, lines_RX), 0.0, began)
+            self._run_ahead(slots_R, rows_R)
+        done = RoundDone(plan.round, [])
+        if not self._group.rank:
+            lines_RX = self._lines(ahead.sent, ahead.size)[rows_R]
+            done = self._done(plan, verdicts_of(plan.rows, np.zeros_like(rows_R), {}, lines_RX), 0.0, began)
+        if self._ahead is ahead:  # else the next one is running
+            self._ahead = None
+        return done
 
     def _run_ahead(self, slots_R: Ints, rows_R: Ints) -> None:
         """Launch the round after the one that is running, in which the sequences of `slots_R` have these rows.
@@ -167,7 +175,7 @@ class DeviceRounds:
         if self._area is not None:
             self._area.save(slots_R)
         if self._group.rank:
-            self._group.check(self._captured.buffers.results.done)  # of the round before: its input is written over
+            self._group.check(self._captured.buffers.results.before)  # its input is written over
         self._send(size, plan, self._rows(slots_R, limits, DraftPlan.of_drafts(drafted_R), trees))
         self._launch(size, kind, len(slots_R))
         sent = self._send_back(size)
@@ -176,7 +184,7 @@ class DeviceRounds:
         if self._group.rank:
             return RoundDone(plan.round, [])
         lines_RX = self._lines(sent, size)[: len(slots_R)]
-        return self._done(plan, _verdicts(plan.rows, drafted_R, trees, lines_RX), 0.0, began)
+        return self._done(plan, verdicts_of(plan.rows, drafted_R, trees, lines_RX), 0.0, began)
 
     def _draft_and_score(self, plan: RoundPlan, slots_R: Ints, device: DeviceDrafts) -> RoundDone | None:
         """Draft on the device, and score what was drafted."""
@@ -202,7 +210,7 @@ class DeviceRounds:
         drafted_RX = lines_RX[:, size.queries + 1 :]
         drafted_R = device.record(slots_R, planned, drafted_RX)
         trees = device.trees(planned, drafted_RX)
-        return self._done(plan, _verdicts(plan.rows, drafted_R, trees, lines_RX), drafted_s, began)
+        return self._done(plan, verdicts_of(plan.rows, drafted_R, trees, lines_RX), drafted_s, began)
 
     def _prepared(self, device: DeviceDrafts, rows: Seq[Row], slots_R: Ints) -> DraftPlan:
         """Return what the draft does. Failures cost draft tokens."""
@@ -247,45 +255,10 @@ class DeviceRounds:
 
     def _lines(self, sent: SentResult, size: Size) -> Ints:
         """Wait for the lines of a result, one for each row. They are valid until the next round."""
-        return sent.receive(self._group).reshape(size.rows, -1)
+        numbers, self._received_at = sent.receive(self._group), time.monotonic()
+        return numbers.reshape(size.rows, -1)
 
     def _done(self, plan: RoundPlan, verdicts: list[Verdict], drafted_s: float, began: float) -> RoundDone:
         if self._area is not None and plan.speculates:
             self._area.note(plan.rows, verdicts)
         return RoundDone(plan.round, verdicts, drafted_s, time.monotonic() - began - drafted_s, 0.0)
-
-
-def _verdicts(rows: Seq[Row], drafted_R: Ints, trees: Mapping[int, Draft], lines_RX: Ints) -> list[Verdict]:
-    """Return the verdict of each row.
-
-    Args:
-        rows: R of them.
-        drafted_R: number of draft tokens.
-        trees: the drafts that are no chains, by row.
-        lines_RX: the result, see `TargetStep`.
-    """
-    queries, drafted = lines_RX.shape[1] // LINE, drafted_R.tolist()
-    return [
-        _tree_verdict(row.slot, trees[r], line, queries)
-        if r in trees
-        else _verdict(row.slot, drafted[r], PREFIXES[line[queries].bit_length() if line[queries] >= 0 else 64], line)
-        for r, (row, line) in enumerate(zip(rows, lines_RX.tolist(), strict=True))
-    ]
-
-
-def _tree_verdict(slot: int, tree: Draft, line: list[int], queries: int) -> Verdict:
-    path = list[int]()
-    for node, parent in enumerate(tree.node_parents()):
-        # Of equal siblings only the first is on the path.
-        if line[queries] >> node & 1 and parent == (path[-1] if path else -1):
-            path.append(node)
-    return with_tree(_verdict(slot, len(tree), path, line), tree)
-
-
-def _verdict(slot: int, drafted: int, path: Seq[int], line: list[int]) -> Verdict:
-    emitted = [line[0], *[line[node + 1] for node in path]]
-    if emitted[0] == -1:
-        return Verdict(slot, failed=NOT_A_NUMBER)
-    if emitted[-1] == -1:  # after the last accepted token, which may end the sequence; else the next round fails
-        path, emitted = path[:-1], emitted[:-1]
-    return Verdict(slot, emitted, drafted, path)

@@ -84,7 +84,7 @@ class SentResult:
     """A result that is on its way to the host.
 
     Attributes:
-        done: recorded after everything that was launched in the round.
+        done: recorded after everything that was launched in the round; valid until the result after the next is sent.
     """
 
     done: torch.cuda.Event

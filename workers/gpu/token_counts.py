@@ -10,7 +10,8 @@ IN_PROMPT = 1 << 30
 """This bit of a count is set for tokens of the prompt; the bits below count those of the output."""
 
 UNCOUNTED = 32
-"""Graphs have room for so many tokens of rounds that ran another way, beside those of one round of their own."""
+"""Graphs have room for so many tokens beside the draft tokens of one round: those of rounds that ran another way, the
+newest one, and one that the device writes."""
 
 
 class TokenCounts:

@@ -175,7 +175,7 @@ class TargetLoading(Loading):
         except BaseException:
             self._group.close()
             raise
-        self._ready(WorkerReady(ready.costs.target_s, ready.costs.draft_s))
+        self._ready(WorkerReady(ready.costs.target_s, ready.costs.draft_s, ready.rows_ahead))
         if ready.draft is not None or self._group.rank:
             return TargetRank(self._group, ready.worker, ready.draft, ready.rounds), None
         remote = self._remote(ready, loaded)

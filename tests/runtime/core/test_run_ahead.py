@@ -1,15 +1,17 @@
 """Which steps continue, so that the workers may begin the next one before its plan comes."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
-from protos.messages import RoundPlan, Verdict
+from protos.messages import Grammar, RoundPlan, Sampling, Verdict
 from runtime.core.scheduler import Scheduler
 from runtime.policy.base import NoSpeculation
 from tests.support.distributed.fake_worker import make_request
 from tests.support.scheduling import INFO, fixed_k, make_verdicts, started
 
-AHEAD = replace(INFO, runs_ahead=True)
+AHEAD = replace(INFO, rows_ahead=8)
 OFF = NoSpeculation()
 
 
@@ -96,6 +98,24 @@ def test_rows_do_not_continue_without_a_free_block() -> None:
 
 def test_workers_that_do_not_run_ahead_are_not_told_to() -> None:
     scheduler = started(make_request("a", [1, 2, 3], 9))
+    assert not scheduler.schedule(OFF).continues
+
+
+@pytest.mark.parametrize(("rows_ahead", "continues"), [(1, False), (2, True)])
+def test_more_rows_than_workers_run_ahead_do_not_continue(rows_ahead: int, continues: bool) -> None:
+    info = replace(INFO, rows_ahead=rows_ahead)
+    scheduler = started(make_request("a", [1, 2, 3], 9), make_request("b", [1, 2], 9), info=info)
+    assert scheduler.schedule(OFF).continues is continues
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"logprobs": 1}, {"grammar": Grammar("regex", "a")}, {"logit_bias": {1: 2.0}}, {"bad_words": ((1,),)}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_rows_that_the_host_samples_do_not_continue(sampling: dict[str, Any]) -> None:
+    request = make_request("a", [1, 2, 3], 9)
+    scheduler = started(replace(request, sampling=Sampling(seed=0, **sampling)), info=AHEAD)
     assert not scheduler.schedule(OFF).continues
 
 

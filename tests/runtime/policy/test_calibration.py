@@ -59,7 +59,7 @@ def test_rounds_without_draft_tokens_let_it_fade() -> None:
     """While speculation is off, what is measured of each depth is as wrong as before; it is believed for a while."""
     calibration = Calibration()
     calibration.expect(BEST, prompts_s=0.0)
-    calibration.observe_all(2, [(2, 0.010)] * 200, is_on=True)
+    calibration.end_idle(2, [(2, 0.010)] * 200, is_on=True)
     before = calibration.factor
     calibration.fade(64)
     assert calibration.factor == pytest.approx(before, rel=0.05)

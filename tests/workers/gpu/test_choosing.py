@@ -10,8 +10,8 @@ from protos.draft import Draft
 from protos.messages import Row
 from workers.gpu.choosing import SAMPLER_KINDS, accepted, choose, sampler_kind
 from workers.gpu.kernels.sampling import KernelLimits, sample_tokens
-from workers.gpu.rounds import _tree_verdict, _verdicts
 from workers.gpu.sizes import LINE, SamplerKind
+from workers.gpu.verdicts import tree_verdict, verdicts_of
 from workers.sampling.noise import row_keys
 from workers.sampling.sample import DeviceLimits, SamplingLimits, greedy, sample
 from workers.verification.acceptance import accept
@@ -105,7 +105,7 @@ def test_drafts_are_accepted_as_on_the_host(rows: list[tuple[list[int], Draft]])
     ).tolist()
     for (sampled, draft), nodes in zip(rows, found, strict=True):
         line = [*sampled, nodes, *padded([], 0)]
-        found_path = list(_tree_verdict(0, draft, line, 8).path)
+        found_path = list(tree_verdict(0, draft, line, 8).path)
         assert found_path == usable(draft, sampled)
         if draft.is_chain:
             assert nodes.bit_count() == nodes.bit_length() == len(accept(draft, sampled))
@@ -126,5 +126,5 @@ def test_64_draft_tokens_fit_a_word() -> None:
     nodes = accepted(sampled, tokens, parents, torch.tensor([64])).item()
     line_X = np.zeros(LINE * 65, np.int64)
     line_X[:65], line_X[65] = sampled[0].numpy(), nodes
-    verdict = _verdicts([Row(0, 4, 1, 5)], np.array([64]), {}, line_X[None])[0]
+    verdict = verdicts_of([Row(0, 4, 1, 5)], np.array([64]), {}, line_X[None])[0]
     assert list(verdict.path) == list(range(64))
