@@ -2,7 +2,8 @@
 
 A Llama of 32 layers as target, one of 16 as draft, tiny widths; and heads for that target. WHAT: "before" runs eager,
 "kernels" too, but with Triton's kernels (set TRITON_INTERPRET=1), "after" with graphs. Cases are those whose name has
-one of the words given. Those "on 2 ranks" have a draft in a process of its own, and show both target ranks.
+one of the words given. Those "on 2 ranks" have a draft in a process of its own, and show both target ranks. No round is
+launched ahead, so that each has its own launches only.
 """
 
 import contextlib
@@ -82,6 +83,7 @@ def measure(target: Path, batch: int, kind: str, speculative: dict[str, Any] | N
             params,
             max_num_seqs=batch,
             enforce_eager=wanted != "after",
+            async_scheduling=False,
             speculative_config=speculative,
         )
     return max(served.decoding(batch, k), key=lambda counts: (counts.kernels.total(), counts.graphs)).budget()
@@ -98,6 +100,7 @@ def measure_ranks(pair: Models, batch: int, shape: dict[str, int] | None, wanted
         max_num_batched_tokens=128,
         device="cuda",
         enforce_eager=wanted != "after",
+        async_scheduling=False,
         skip_self_check=True,
     )
     with (
