@@ -45,7 +45,8 @@ class RoundKind(Enum):
     def stays(self, following: "RoundKind", *, is_idle: bool) -> bool:
         """Whether the round after a plain one of this kind is plain, too, as far as is known.
 
-        After idle ones: if it *is_idle*. After others, if it is of kind *following*, unless this decides anew.
+        After an idle one: if it *is_idle*. After others: if *following*, its kind, keeps what was decided, or both are
+        of the engine's first rounds.
         """
         if self is RoundKind.IDLE:
             return is_idle
