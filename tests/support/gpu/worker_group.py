@@ -16,6 +16,7 @@ from tests.support.distributed.fake_nccl import Records
 from tests.support.gpu.counts import Counts
 from tests.support.gpu.machine import Machine, pretended_cuda
 from tests.support.gpu.pretend import pretended
+from tests.support.processes import wait_until
 from workers.process import main as worker_process
 from workers.target_rank import TargetRank
 
@@ -42,9 +43,15 @@ class PretendedWorkers:
             self.machines[threading.current_thread().name] = machine
             worker_process.serve(port, floor_s=PATIENT_S)
 
+    def of(self, rank: int) -> list[tuple[RoundPlan, Counts]]:
+        """Return the rounds of a target rank, once it has run all that rank 0 has: nobody waits for its last one."""
+        mine, first = self.rounds[f"target rank {rank}"], self.rounds["target rank 0"]
+        wait_until(lambda: len(mine) >= len(first), what=f"the last round of rank {rank}")
+        return mine
+
     def decoding(self, rank: int) -> list[tuple[RoundPlan, Counts]]:
-        """Return the rounds of a target rank in which all rows decode."""
-        return [(plan, counts) for plan, counts in self.rounds[f"target rank {rank}"] if plan.decodes]
+        """Return those in which all rows decode."""
+        return [(plan, counts) for plan, counts in self.of(rank) if plan.decodes]
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ def test_prompts_are_one_graph_on_every_rank(
         engine.put(*some_requests(3))
         assert_same(engine.finish(), plain)
     for rank in range(ranks):
-        rounds = workers.rounds[f"target rank {rank}"]
+        rounds = workers.of(rank)
         prompts = [counts for plan, counts in rounds if not plan.decodes]
         assert prompts
         for counts in prompts:
@@ -193,7 +193,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_the_same_graphs_on_all(
     ):
         engine.put(*some_requests())
         assert_same(engine.finish(), plain)
-    mine, other = ([counts.graphs for _, counts in workers.rounds[f"target rank {rank}"]] for rank in range(2))
+    mine, other = ([counts.graphs for _, counts in workers.of(rank)] for rank in range(2))
     assert mine == other
     assert set(mine) == ({0} if not after else {0, 1})
     told = [line for line in (record.getMessage() for record in caplog.records) if line.startswith("target: only")]
