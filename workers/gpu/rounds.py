@@ -145,10 +145,8 @@ class DeviceRounds:
         size, kind = key
         if self._area is not None:
             self._area.save(slots_R)
-        if self._group.rank:
-            self._group.check(self._captured.buffers.results.before)  # its input is written over
         rows = self._rows(slots_R, limits, DraftPlan.of_drafts(np.zeros_like(rows_R)), {})
-        self._captured.buffers.inputs[size].send(replace(rows, follows_R=rows_R * LINE))
+        self._send(size, replace(rows, follows_R=rows_R * LINE))
         self._launch(size, kind, len(slots_R))
         self._ahead = RoundAhead.of(size, slots_R, self._worker.slots, self._send_back(size))
 
@@ -174,9 +172,7 @@ class DeviceRounds:
         trees = {r: draft for r, draft in enumerate(drafts) if not draft.is_chain}
         if self._area is not None:
             self._area.save(slots_R)
-        if self._group.rank:
-            self._group.check(self._captured.buffers.results.before)  # its input is written over
-        self._send(size, plan, self._rows(slots_R, limits, DraftPlan.of_drafts(drafted_R), trees))
+        self._send(size, self._rows(slots_R, limits, DraftPlan.of_drafts(drafted_R), trees), plan.moves)
         self._launch(size, kind, len(slots_R))
         sent = self._send_back(size)
         if plan.continues and size.queries == 1:
@@ -198,7 +194,7 @@ class DeviceRounds:
             return None
         if self._area is not None:
             self._area.save(slots_R[planned.drafted_R == 0])
-        self._send(size, plan, self._rows(slots_R, limits, planned, {}))
+        self._send(size, self._rows(slots_R, limits, planned, {}), plan.moves)
         prepared_s = time.monotonic() - began
         self._loop_timer.begin()
         if size.queries > 1:
@@ -232,9 +228,11 @@ class DeviceRounds:
         sampler = self._worker.sampler
         return RoundRows(slots_R, sampler.seeds(slots_R), limits, sampler.penalties(slots_R), planned, trees)
 
-    def _send(self, size: Size, plan: RoundPlan, rows: RoundRows) -> None:
-        """Send the round's input, and move K and V."""
-        inputs, moves = self._captured.buffers.inputs[size], plan.moves if self.moves_entries else ()
+    def _send(self, size: Size, rows: RoundRows, moves: Seq[int] = ()) -> None:
+        """Send the round's input, and move K and V by `RoundPlan.moves`."""
+        if self._group.rank:
+            self._group.check(self._captured.buffers.results.before)  # its input is written over
+        inputs, moves = self._captured.buffers.inputs[size], moves if self.moves_entries else ()
         moves_M2 = np.array(moves, np.int64).reshape(-1, 2)
         if len(moves_M2) > inputs.most_moves or size not in self._captured.moves:
             self._worker.move(moves)

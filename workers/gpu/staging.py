@@ -112,8 +112,7 @@ class ResultArea:
 
     Attributes:
         on_device: the numbers, and after them one more, which is -1.
-        done: recorded after everything that was launched in the round whose result was sent last.
-        before: the same of the round before.
+        before: recorded after everything that was launched in the round before the one whose result was sent last.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -121,10 +120,6 @@ class ResultArea:
         self._mirrors = [torch.zeros(size, dtype=torch.int64, pin_memory=True) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._turn = 0
-
-    @property
-    def done(self) -> torch.cuda.Event:  # noqa: D102
-        return self._events[self._turn]
 
     @property
     def before(self) -> torch.cuda.Event:  # noqa: D102
@@ -138,11 +133,11 @@ class ResultArea:
     def send(self, size: int) -> SentResult:
         """Copy the first *size* numbers to the host, which does not wait. There may be none."""
         self._turn = 1 - self._turn
-        mirror = self._mirrors[self._turn][:size]
+        mirror, done = self._mirrors[self._turn][:size], self._events[self._turn]
         if size:
             mirror.copy_(self.on_device[:size], non_blocking=True)
-        self.done.record()
-        return SentResult(self.done, mirror)
+        done.record()
+        return SentResult(done, mirror)
 
     def receive(self, size: int, group: Group | None = None) -> npt.NDArray[np.int64]:
         """Copy the first *size* numbers to the host and wait for them, see `SentResult.receive`."""

@@ -82,6 +82,11 @@ def serve(
     return Served(outputs, rounds, ranks[-1], stats.proposed, stats.accepted, stats.phases.propose_s)
 
 
+def one_ahead(number: int) -> list[int]:
+    """Return how many graphs each of so many plain rounds launches, which follow one another: the last is running."""
+    return [2, *[1] * (number - 2), 0]
+
+
 @contextlib.contextmanager
 def only(rows: int, *kinds: SamplerKind, forwards: tuple[int, ...] = ()) -> Iterator[None]:
     """Let engines capture few sizes, since captures take long here: rounds of *rows* for *kinds*, and *forwards*."""
