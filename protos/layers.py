@@ -8,16 +8,20 @@ Needs = Literal["none", "last", "all"]
 
 
 class LayerShape(NamedTuple):
-    """Number of heads and head sizes of one layer's K and V (the sizes may differ, as in deepseek_v3)."""
+    """Number of heads and head sizes of one layer's K and V (the sizes may differ, as in deepseek_v3).
+
+    `values_in_keys`: V is the first `value_size` numbers of K, and not stored beside it, as for latents of MLA.
+    """
 
     kv_heads: int
     key_size: int
     value_size: int
+    values_in_keys: bool = False
 
     @property
     def elements_per_token(self) -> int:
         """Numbers cached for one token."""
-        return self.kv_heads * (self.key_size + self.value_size)
+        return self.kv_heads * (self.key_size + (0 if self.values_in_keys else self.value_size))
 
 
 class FeatureSpec(msgspec.Struct, frozen=True):

@@ -30,13 +30,14 @@ print("asked for at launch:", made.metadata.shared)
 CHILD = """
 import torch
 from workers.attention.backend import Options
-from workers.gpu.kernels.attention import WIDE_BYTES, Shape
+from workers.gpu.kernels.shape import Shape
 from workers.gpu.kernels.attention_kernels import attention_kernel as kernel
 
-heads, kv_heads, key_size, value_size, window, has_sinks, arch, is_divided, length = json.loads(sys.argv[1])
+shape, arch, is_divided, length, has_trees = json.loads(sys.argv[1])
+heads, kv_heads, key_size, value_size, window, has_sinks, values_in_keys = shape
 options = Options(0.1, window, sinks_H=torch.zeros(1) if has_sinks else None)
-reads_many = arch >= 90 and 2 * max(key_size, value_size) <= WIDE_BYTES
-shape = Shape(heads, kv_heads, key_size, value_size, 16, options, reads_many=reads_many)
+sizes = heads, kv_heads, key_size, value_size, 16
+shape = Shape(*sizes, options, has_trees=has_trees, arch=arch, values_in_keys=values_in_keys)
 tile = shape.tile(length)
 constants = shape.constants(tile) | {"ONE_TILE": length * shape.share <= tile, "IS_DIVIDED": is_divided}
 if not has_sinks:
@@ -50,9 +51,23 @@ for name in kernel.arg_names:
 names = ("query", "keys", "values", "output_THE", "sums", "stats", "tables_RB", "query_head", "query_token")
 aligned, settings = map(kernel.arg_names.index, names), shape.settings(tile)
 """
+WRITE_CHILD = """
+from workers.gpu.kernels.cache import write_kernel as kernel
+from workers.gpu.kernels.shape import power_of_two
+
+(heads, kv_heads, key_size, value_size, window, has_sinks, values_in_keys), pages, arch = json.loads(sys.argv[1])
+constants = {"KV_HEADS": kv_heads, "KEY": key_size, "VALUE": value_size, "VALUES_IN_KEYS": values_in_keys}
+sizes = {"HEADS_PADDED": kv_heads, "KEY_PADDED": key_size, "VALUE_PADDED": value_size}
+constants |= {name: power_of_two(size) for name, size in sizes.items()}
+known = {**dict.fromkeys(("key", "value"), "*bf16"), **dict.fromkeys(("key_pages", "value_pages"), "*" + pages)}
+known |= {**dict.fromkeys(("key_scale", "value_scale"), "fp32"), "cache_index_T": "*i64"}
+signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
+aligned = [i for i, name in enumerate(kernel.arg_names) if name not in constants and "scale" not in name]
+settings = {}
+"""
 LAYER_CHILD = """
 from workers.gpu.kernels import layer
-from workers.gpu.kernels.attention import power_of_two
+from workers.gpu.kernels.shape import power_of_two
 
 name, hidden, inner, head_size, has_norms, arch = json.loads(sys.argv[1])
 kernel = getattr(layer, name)
@@ -107,19 +122,17 @@ settings = {"num_warps": penalties.WARPS if name == "penalise_kernel" else 1, "e
 """
 LAYERS = {"llama 8b": (4096, 14336, 128, False), "qwen3 8b": (4096, 12288, 128, True)}
 SHAPES = {
-    "llama and qwen3 8b": (32, 8, 128, 128, 0, False),
-    "gpt-oss 20b": (64, 8, 64, 64, 128, True),
-    "deepseek v3 expanded": (128, 128, 192, 128, 0, False),
+    "llama and qwen3 8b": (32, 8, 128, 128, 0, False, False),
+    "gpt-oss 20b": (64, 8, 64, 64, 128, True, False),
+    "deepseek v3": (128, 1, 576, 512, 0, False, True),
+    "deepseek v3 expanded": (128, 128, 192, 128, 0, False, False),
 }
-SPILLED = {"llama and qwen3 8b": 136, "gpt-oss 20b": 16}
-"""Bytes of tiles of chunks on sm_90, beside trees. Measured on an H200, more warps, which spill less, take longer."""
+SPILLED = {("llama and qwen3 8b", 90): 56, ("deepseek v3 expanded", 80): 8}
+"""Bytes that a thread spills in chunks. The first are outside the loop over keys that all queries see; measured on an
+H200, more warps, which spill none, take longer."""
+SEARCH_SPILLED = 8
+"""Bytes of a pass of top-p's search: without them, half as many programs would run at once."""
 ROOT = Path(__file__).parents[2]
-
-
-def check(  # noqa: PLR0917
-    shape: str, arch: int, is_divided: bool, length: int, folder: Path, most_spilled: int = 0
-) -> None:
-    run_child(CHILD, [*SHAPES[shape], arch, is_divided, length], folder, most_spilled)
 
 
 def run_child(code: str, arguments: list[object], folder: Path, most_spilled: int = 0) -> None:
@@ -127,22 +140,29 @@ def run_child(code: str, arguments: list[object], folder: Path, most_spilled: in
     given = json.dumps(arguments)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment["TRITON_DUMP_PTXAS_LOG"] = "1"
     command = [sys.executable, "-c", BEGIN + code + END, given, str(folder)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
-    spilled = re.search(r"REG:\d+ STACK:(\d+) .*LOCAL:0 ", ran.stdout)
-    assert spilled is not None, ran.stdout
-    assert int(spilled[1]) <= most_spilled, ran.stdout
+    ((stored, loaded),) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", ran.stdout)
+    assert max(int(stored), int(loaded)) <= most_spilled, ran.stdout
     print(arguments, ran.stdout)  # pytest -rP shows the registers
 
 
 def test_decode_compiles_without_spills(tmp_path: Path) -> None:
-    check("llama and qwen3 8b", 90, True, 1, tmp_path)
+    run_child(CHILD, [SHAPES["llama and qwen3 8b"], 90, True, 1, True], tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["deepseek v3", pytest.param("llama and qwen3 8b", marks=pytest.mark.full)])
+@pytest.mark.parametrize("pages", ["bf16", pytest.param("fp8e4nv", marks=pytest.mark.full)])
+def test_writes_compile_without_spills(shape: str, pages: str, tmp_path: Path) -> None:
+    run_child(WRITE_CHILD, [SHAPES[shape], pages, 90], tmp_path)
 
 
 def compile_sampling(kernel: str, flags: dict[str, bool], arch: int, folder: Path) -> None:
     off = {"HAS_BITS": False, "HAS_TOP_K": False, "HAS_TOP_P": False, "HAS_MIN_P": False, "BY_MASS": False}
-    run_child(SAMPLING_CHILD, [kernel, {**off, **flags}, arch], folder, most_spilled=16)
+    spilled = SEARCH_SPILLED if flags.get("BY_MASS") else 0
+    run_child(SAMPLING_CHILD, [kernel, {**off, **flags}, arch], folder, spilled)
 
 
 def test_the_search_for_top_p_compiles(tmp_path: Path) -> None:
@@ -186,11 +206,13 @@ def test_kernels_of_layers_compile_without_spills(shape: str, kernel: str, arch:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("is_divided", "length"), [(True, 1), (True, 8), (False, 512)])
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("has_trees", [True, False])
+@pytest.mark.parametrize("length", [1, 8, 512])
+@pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_kernel_compiles_almost_without_spills(
-    shape: str, arch: int, is_divided: bool, length: int, tmp_path: Path
+def test_attention_compiles_with_few_spills(
+    shape: str, arch: int, length: int, has_trees: bool, tmp_path: Path
 ) -> None:
-    most_spilled = 0 if is_divided or arch < 90 else SPILLED.get(shape, 0)
-    check(shape, arch, is_divided, length, tmp_path, most_spilled)
+    is_divided = length < 512
+    arguments = [SHAPES[shape], arch, is_divided, length, has_trees]
+    run_child(CHILD, arguments, tmp_path, 0 if is_divided else SPILLED.get((shape, arch), 0))

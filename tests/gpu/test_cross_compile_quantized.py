@@ -42,13 +42,13 @@ def test_mxfp4_of_experts_compiles_without_spills(tmp_path: Path) -> None:
 
 
 CASES = [(shape, rows, arch) for shape in SHAPES for rows in (1, 512) for arch in (80, 90, 100)]
-CASES.remove(("llama 8b, keys, int8", 1, 100))  # has a stack of 8 bytes
+SPILLED = {("llama 8b, keys, int8", 1, 100): 4}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("shape", "rows", "arch"), CASES)
 def test_layers_compile_without_spills(shape: str, rows: int, arch: int, tmp_path: Path) -> None:
-    run_child(CHILD, [*SHAPES[shape], 0, rows, 0, arch], tmp_path)
+    run_child(CHILD, [*SHAPES[shape], 0, rows, 0, arch], tmp_path, SPILLED.get((shape, rows, arch), 0))
 
 
 @pytest.mark.full

@@ -21,8 +21,11 @@ def stored_dtype(wanted: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:
 
 def bytes_per_token(shapes: Seq[LayerShape], stored: torch.dtype) -> int:
     """Return the bytes of one token in all layers; each K/V head of a quantised one has a scale for K and one for V."""
-    scales = 2 * SCALE_DTYPE.itemsize if stored in LARGEST else 0
-    return sum(shape.elements_per_token * stored.itemsize + shape.kv_heads * scales for shape in shapes)
+    scale = SCALE_DTYPE.itemsize if stored in LARGEST else 0
+    parts = [shape.kv_heads * (1 if shape.values_in_keys else 2) for shape in shapes]
+    return sum(
+        shape.elements_per_token * stored.itemsize + num * scale for shape, num in zip(shapes, parts, strict=True)
+    )
 
 
 def bytes_per_block(shapes: Seq[LayerShape], block_size: int, stored: torch.dtype) -> int:
@@ -50,6 +53,10 @@ class Pages:
         """
         scales = torch.zeros(shape[:-1], dtype=SCALE_DTYPE, device=device) if dtype in LARGEST else None
         return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+
+    def first(self, size: int) -> "Pages":
+        """Return the first *size* numbers of each head, a view with the same scales."""
+        return Pages(self.stored[..., :size], self.scales)
 
     def write(self, index_T: torch.Tensor, new_TGX: torch.Tensor) -> None:
         """Store T tokens `[T, kv_heads, size]` at cache indices (block * block_size + offset)."""
@@ -99,7 +106,7 @@ class KVCache:
     Attributes:
         dtype: of the stored numbers; see `stored_dtype`.
         keys: one `[num_blocks, block_size, kv_heads, key_size]` a layer.
-        values: one `[num_blocks, block_size, kv_heads, value_size]` a layer.
+        values: one `[num_blocks, block_size, kv_heads, value_size]` a layer; a view of its keys if they hold it.
         key_pages, value_pages: the same with their scales.
     """
 
@@ -114,14 +121,20 @@ class KVCache:
             return Pages.zeros(num_blocks, block_size, shape.kv_heads, size, dtype=dtype, device=device)
 
         self.key_pages = [pages(shape, shape.key_size) for shape in shapes]
-        self.value_pages = [pages(shape, shape.value_size) for shape in shapes]
+        self.value_pages = [
+            keys.first(shape.value_size) if shape.values_in_keys else pages(shape, shape.value_size)
+            for keys, shape in zip(self.key_pages, shapes, strict=True)
+        ]
+        separate = [pages for pages, shape in zip(self.value_pages, shapes, strict=True) if not shape.values_in_keys]
+        self._stored = (*self.key_pages, *separate)
         self.keys = [pages.stored for pages in self.key_pages]
         self.values = [pages.stored for pages in self.value_pages]
 
     def write(self, layer: int, index_T: torch.Tensor, key_TGD: torch.Tensor, value_TGE: torch.Tensor) -> None:
         """Store K and V of T tokens at cache indices."""
         self.key_pages[layer].write(index_T, key_TGD)
-        self.value_pages[layer].write(index_T, value_TGE)
+        if not self.shapes[layer].values_in_keys:
+            self.value_pages[layer].write(index_T, value_TGE)
 
     def move(self, moves_M2: npt.NDArray[np.int64]) -> None:
         """Copy K and V of all layers between cache indices (block * block_size + offset); `[M, 2]`, from and to.
@@ -133,5 +146,5 @@ class KVCache:
     def move_on_device(self, moves: Seq[torch.Tensor]) -> None:
         """As `move`, for indices on the device, int64 `[M]`: from and to. Equal moves may be repeated."""
         from_M, to_M = moves
-        for pages in (*self.key_pages, *self.value_pages):
+        for pages in self._stored:
             pages.move(from_M, to_M)

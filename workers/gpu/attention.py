@@ -30,7 +30,10 @@ class TritonAttention:
         self.cache = cache
         self.device = cache.keys[0].device
         self._attend, self._write = paged_attention, write_cache
-        self._pages = [LayerPages(keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
+        self._pages = [
+            LayerPages(keys, values, values_in_keys=shape.values_in_keys)
+            for keys, values, shape in zip(cache.keys, cache.values, cache.shapes, strict=True)
+        ]
         self._metadata: DeviceMetadata | None = None
         self._kv_window: KVWindow | None = None
 

@@ -67,7 +67,8 @@ class StaticTorchAttention:
         """See `AttentionBackend.attend`."""
         rows = self._rows
         self._write(self.cache.keys[layer], key_1GTD[0].transpose(0, 1))
-        self._write(self.cache.values[layer], value_1GTE[0].transpose(0, 1))
+        if not self.cache.shapes[layer].values_in_keys:
+            self._write(self.cache.values[layer], value_1GTE[0].transpose(0, 1))
         key_RGLD, value_RGLE = self._gather(self.cache.keys[layer]), self._gather(self.cache.values[layer])
         broken_RGL = without_broken_(key_RGLD, value_RGLE)
         query_RQHD = query_1HTD[0].transpose(0, 1)[self._tokens_RQ.flatten()]

@@ -33,7 +33,16 @@ from workers.gpu.kernels import attention as kernels
 from workers.gpu.kernels.splits import FIRST, first_place, num_splits
 from workers.gpu.metadata import DeviceMetadata
 
-HEAD_SIZES = [((4, 2), (64, 64)), ((7, 1), (128, 128)), ((2, 2), (192, 128)), ((4, 4), (80, 80)), ((2, 1), (256, 256))]
+HEAD_SIZES: list[Shape] = [
+    ((4, 2), (64, 64)),
+    ((7, 1), (128, 128)),
+    ((2, 2), (192, 128)),
+    ((4, 4), (80, 80)),
+    ((2, 1), (256, 256)),
+]
+GROUPED: Shape = ((4, 2), (16, 16))
+LATENTS: list[Shape] = [((4, 1), (16, 12, True)), ((20, 1), (288, 256, True)), ((6, 2), (448, 384, True))]
+"""Values that are the first numbers of keys. The last ones lie in two tiles of these."""
 CPU = torch.device("cpu")
 IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,7 +80,7 @@ def check(
 
 @given(
     plain=st.lists(rows(), min_size=1, max_size=3),
-    shape=st.sampled_from(SHAPES),
+    shape=st.sampled_from(SHAPES + LATENTS[:1]),
     layer=layer_options,
     block=block_options,
     window=st.one_of(st.none(), windows),
@@ -90,7 +99,7 @@ def test_the_kernel_sees_what_the_masks_say(
 @pytest.mark.full
 @given(
     plain=st.lists(rows(), min_size=1, max_size=5),
-    shape=st.sampled_from(SHAPES + HEAD_SIZES),
+    shape=st.sampled_from(SHAPES + HEAD_SIZES + LATENTS),
     layer=layer_options,
     block=block_options,
     window=st.one_of(st.none(), windows),
@@ -106,7 +115,7 @@ def test_the_kernel_sees_what_the_masks_say_in_full(
     check(plain, shape, layer, block, window)
 
 
-@pytest.mark.parametrize("shape", HEAD_SIZES)
+@pytest.mark.parametrize("shape", HEAD_SIZES + LATENTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_close_as_torch(shape: Shape, dtype: torch.dtype) -> None:
     """Both round differently: the kernel keeps weights unnormalised."""
@@ -117,12 +126,11 @@ def test_half_precision_is_as_close_as_torch(shape: Shape, dtype: torch.dtype) -
     assert error <= 2 * limit + 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("window", [0, 30])
-def test_splits_and_one_program_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+@pytest.mark.parametrize(("window", "shape"), [(0, GROUPED), (30, GROUPED), (0, LATENTS[0]), (0, LATENTS[1])])
+def test_splits_and_one_program_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, window: int, shape: Shape) -> None:
     """Contexts of three splits; one row begins in the middle of its second."""
     laid_out = rows_of([OneRow(2 * FIRST + 9, 3), OneRow(FIRST + 20, 2, first_valid=FIRST + 3), OneRow(0, 1)])
-    sinks = torch.linspace(-1, 1, 4)
-    shape, options = ((4, 2), (16, 16)), Options(0.3, window, sinks_H=sinks)
+    options = Options(shape[1][0] ** -0.5, window, sinks_H=torch.linspace(-1, 1, shape[0][0]))
     divided, wanted = attended(laid_out, shape, options, torch.float32)
     monkeypatch.setattr(kernels, "MAX_WORKSPACE_BYTES", 0)
     whole, _ = attended(laid_out, shape, options, torch.float32)

@@ -23,9 +23,9 @@ from workers.invariant.attention_cuda import SplitAttention
 
 BLOCK = 8
 BACKENDS = (NativeAttention, TorchAttention, InvariantAttention, SplitAttention)
-Shape = tuple[tuple[int, int], tuple[int, int]]
-SHAPES = [((4, 2), (64, 64)), ((4, 4), (24, 16)), ((6, 1), (16, 16))]
-"""Heads of queries and of K and V, and sizes of keys and of values."""
+Shape = tuple[tuple[int, int], tuple[int, ...]]
+SHAPES: list[Shape] = [((4, 2), (64, 64)), ((4, 4), (24, 16)), ((6, 1), (16, 16))]
+"""Heads of queries and of K and V; sizes of keys and of values, and whether keys hold the values."""
 
 
 @dataclass(frozen=True)

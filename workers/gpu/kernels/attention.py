@@ -6,15 +6,14 @@ their keys, and a second kernel joins these; rows with long chunks have one prog
 the same result (`workers.gpu.kernels.splits`). Nothing depends on the other rows of the batch.
 """
 
-import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from protos.config.kv_window import KVWindow
 from workers.attention.backend import Options
 from workers.gpu.kernels.attention_kernels import attention_kernel, join_kernel
+from workers.gpu.kernels.shape import SMALLEST, Shape, arch
 from workers.gpu.kernels.splits import num_splits
 from workers.gpu.metadata import DeviceMetadata
 
@@ -24,14 +23,6 @@ SHORT_BESIDE_CHUNKS = 8
 """Else, those of rows that feed no more than this."""
 MAX_WORKSPACE_BYTES = 256 << 20
 """Nothing is divided if what the splits find takes more."""
-LONG_TILE, WIDE_LONG_TILE = 64, 32
-"""Most queries of a tile: with keys or values wider than `WIDE`, fewer stay in registers."""
-WIDE = 192
-MANY_KEYS, KEYS = 64, 32
-"""Keys read at a time, whatever the tile: an online softmax depends on it, in the last bits. See `reads_many`."""
-WIDE_BYTES = 256
-SMALLEST = 16
-"""Tensor cores multiply no smaller matrices."""
 
 
 class LayerPages(NamedTuple):
@@ -40,97 +31,14 @@ class LayerPages(NamedTuple):
     Attributes:
         keys, values: `[num_blocks, block_size, kv_heads, size]`, contiguous; of the queries' dtype, or float8_e4m3fn.
         key_scale, value_scale: what stored numbers are multiplied by.
+        values_in_keys: `values` are the first numbers of `keys`, a view, with the keys' scale.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scale: float = 1.0
     value_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the kernels are compiled for.
-
-    Attributes:
-        heads, kv_heads, key_size, value_size: of the layer.
-        block_size: of the cache.
-        options: which options the layer has; their values do not matter, but for the two of blocks.
-        has_kv_window, has_trees: whether there are any in the forward.
-        reads_many: whether `MANY_KEYS` are read at a time.
-    """
-
-    heads: int
-    kv_heads: int
-    key_size: int
-    value_size: int
-    block_size: int
-    options: Options
-    has_kv_window: bool = False
-    has_trees: bool = True
-    reads_many: bool = True
-
-    @property
-    def share(self) -> int:
-        """Query heads of a K/V head."""
-        return self.heads // self.kv_heads
-
-    def tile(self, length: int) -> int:
-        """Return the number of queries of a tile for rows that feed up to *length* tokens."""
-        smallest = max(SMALLEST, power_of_two(self.share))
-        largest = WIDE_LONG_TILE if max(self.key_size, self.value_size) > WIDE else LONG_TILE
-        return max(smallest, min(power_of_two(length * self.share), largest))
-
-    def constants(self, tile: int) -> dict[str, Any]:
-        """Return the arguments that are compiled in."""
-        whole = 1 << (self.key_size.bit_length() - 1)
-        first = whole if self.key_size >= SMALLEST else SMALLEST
-        rest = max(0, self.key_size - first)
-        return {
-            "KV_HEADS": self.kv_heads,
-            "SHARE": self.share,
-            "KEY": self.key_size,
-            "D": first,
-            "F": max(SMALLEST, power_of_two(rest)) if rest else 0,
-            "VALUE": self.value_size,
-            "E": max(SMALLEST, power_of_two(self.value_size)),
-            "BLOCK": self.block_size,
-            "M": tile,
-            "N": MANY_KEYS if self.reads_many else KEYS,
-            "HAS_SINKS": self.options.sinks_H is not None,
-            "HAS_SOFTCAP": self.options.softcap != 0.0,
-            "HAS_WINDOW": self.options.window > 0,
-            "HAS_KV_WINDOW": self.has_kv_window,
-            "HAS_TREES": self.has_trees,
-            "FROM_BLOCK": self.options.window_from_block and self.has_trees,
-            "CAUSAL_BLOCK": self.options.causal_block and self.has_trees,
-        }
-
-    def settings(self, tile: int) -> dict[str, Any]:
-        """Return the compiler's settings.
-
-        Multiplications and additions are not fused: whether they are differs from kernel to kernel, and both must give
-        the same result.
-        """
-        if self.reads_many:
-            return {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
-        is_large = tile * max(self.key_size, self.value_size) >= LONG_TILE * 128
-        return {"num_warps": 8 if is_large else 4, "num_stages": 2 if is_large else 3, "enable_fp_fusion": False}
-
-
-@functools.cache
-def reads_many(device: torch.device, key_bytes: int) -> bool:
-    """Return whether a device reads `MANY_KEYS` of so many bytes at a time: a tenth to a third faster on an H200.
-
-    Before sm_90 the tiles of chunks would not stay in registers, and wider keys not in shared memory.
-    """
-    has_registers = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-    return has_registers and key_bytes <= WIDE_BYTES
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below *number*, at least 1."""
-    return 1 << max(0, number - 1).bit_length()
+    values_in_keys: bool = False
 
 
 def paged_attention(
@@ -180,7 +88,9 @@ class _Launch:
             options,
             kv_window is not None,
             has_trees,
-            reads_many(query_HTD.device, max(key_size, pages.values.shape[3]) * query_HTD.element_size()),
+            query_HTD.element_size(),
+            arch(query_HTD.device),
+            pages.values_in_keys,
         )
         self._rows = len(metadata.starts_R)
         self._splits = num_splits(metadata.max_blocks * self._block_size)
@@ -220,7 +130,7 @@ class _Launch:
         is_one_tile = data.max_length <= queries
         tiles = self._rows if is_one_tile else self._tokens // queries + self._rows
         size, num_sinks = self._kv_window or (0, 0)
-        attention_kernel[(tiles, shape.kv_heads, self._splits if is_divided else 1)](
+        attention_kernel[(tiles, shape.heads // shape.share, self._splits if is_divided else 1)](
             self._query_HTD,
             self._query_HTD.stride(0),
             self._query_HTD.stride(1),

@@ -57,12 +57,14 @@ def attention_kernel(
     scaling: tl.tensor,
     softcap: tl.tensor,
     value_scale: tl.tensor,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARE: tl.constexpr,
     KEY: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     VALUE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     M: tl.constexpr,
@@ -76,14 +78,17 @@ def attention_kernel(
     HAS_TREES: tl.constexpr,
     FROM_BLOCK: tl.constexpr,
     CAUSAL_BLOCK: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ) -> None:
-    """Attend for one tile of queries and one K/V head, over one split if IS_DIVIDED, else over all.
+    """Attend for one tile of queries of SHARE heads, over one split if IS_DIVIDED, else over all.
 
     IS_DIVIDED: for rows of up to *short* tokens; results go into `sums` `[R, slots, heads, splits, VALUE]` and `stats`
     `[R, slots, heads, splits, 2]`, greatest score and total weight. Else for the other rows.
     """
     QUERIES: tl.constexpr = M // SHARE
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    tile, first_head = tl.program_id(0), tl.program_id(1) * SHARE
+    kv_head = first_head // (HEADS // KV_HEADS)
     if ONE_TILE:
         row, in_row = tile, 0
     else:
@@ -100,7 +105,7 @@ def attention_kernel(
     if HAS_TREES:
         first, size = tl.load(first_R + row), tl.load(sizes_R + row)
     m = tl.arange(0, M)
-    query_M, head_M = in_row * QUERIES + m // SHARE, kv_head * SHARE + m % SHARE
+    query_M, head_M = in_row * QUERIES + m // SHARE, first_head + m % SHARE
     live_M = (m < QUERIES * SHARE) & (query_M < length)
     token_M, place_M = offset + query_M, start + query_M
     position_M = place_M
@@ -130,9 +135,10 @@ def attention_kernel(
             split, query_MD, query_MF, token_M, place_M, position_M, from_M, live_M, keys, values, kv_head, KV_HEADS,
             tables_RB, table_width, row, lowest, settled, end, first, size, first_valid, positions_RA, area, visible_TW,
             words, scaling, softcap, window, kv_size, kv_sinks,
-            KEY, D, F, VALUE, E, BLOCK, M, N, HAS_SOFTCAP, HAS_WINDOW, HAS_KV_WINDOW, HAS_TREES, CAUSAL_BLOCK,
+            KEY, D, F, VALUE, VALUE_STRIDE, E, BLOCK, M, N, HAS_SOFTCAP, HAS_WINDOW, HAS_KV_WINDOW, HAS_TREES,
+            CAUSAL_BLOCK, VALUES_IN_KEYS, None,
         )  # fmt: skip
-        found_M = ((row.to(tl.int64) * slots + query_M) * (KV_HEADS * SHARE) + head_M) * splits + split
+        found_M = ((row.to(tl.int64) * slots + query_M) * HEADS + head_M) * splits + split
         tl.store(stats + found_M * 2, greatest_M, mask=live_M)
         tl.store(stats + found_M * 2 + 1, total_M, mask=live_M)
         is_stored_M = live_M & (greatest_M != -float("inf"))
@@ -146,11 +152,12 @@ def attention_kernel(
                 split, query_MD, query_MF, token_M, place_M, position_M, from_M, live_M, keys, values, kv_head,
                 KV_HEADS, tables_RB, table_width, row, lowest, settled, end, first, size, first_valid, positions_RA,
                 area, visible_TW, words, scaling, softcap, window, kv_size, kv_sinks,
-                KEY, D, F, VALUE, E, BLOCK, M, N, HAS_SOFTCAP, HAS_WINDOW, HAS_KV_WINDOW, HAS_TREES, CAUSAL_BLOCK,
+                KEY, D, F, VALUE, VALUE_STRIDE, E, BLOCK, M, N, HAS_SOFTCAP, HAS_WINDOW, HAS_KV_WINDOW, HAS_TREES,
+                CAUSAL_BLOCK, VALUES_IN_KEYS, MASKED_STAGES,
             )  # fmt: skip
             greatest_M, total_M, sum_ME = join(greatest_M, total_M, sum_ME, next_greatest_M, next_total_M, next_sum_ME)
         mean_ME = sum_ME * value_scale / tl.where(total_M == 0.0, 1.0, total_M)[:, None]
-        at_ME = ((token_M.to(tl.int64) * (KV_HEADS * SHARE) + head_M) * VALUE)[:, None] + e[None, :]
+        at_ME = ((token_M.to(tl.int64) * HEADS + head_M) * VALUE)[:, None] + e[None, :]
         is_stored_ME = live_M[:, None] & (e < VALUE)[None, :]
         tl.store(output_THE + at_ME, mean_ME.to(output_THE.dtype.element_ty), mask=is_stored_ME)
 

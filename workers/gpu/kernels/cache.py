@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.gpu.kernels.attention import LayerPages, power_of_two
+from workers.gpu.kernels.attention import LayerPages
+from workers.gpu.kernels.shape import power_of_two
 
 
 @triton.jit
@@ -26,22 +27,27 @@ def write_kernel(
     HEADS_PADDED: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
 ) -> None:
-    """Write one token's K and V; padding, whose index is -1, is skipped."""
+    """Write one token's K, and V unless it is in K; padding, whose index is -1, is skipped."""
     token = tl.program_id(0).to(tl.int64)
     index = tl.load(cache_index_T + token)
     if index < 0:
         return
     head = tl.arange(0, HEADS_PADDED)[:, None]
-    d, e = tl.arange(0, KEY_PADDED)[None, :], tl.arange(0, VALUE_PADDED)[None, :]
-    is_key, is_value = (head < KV_HEADS) & (d < KEY), (head < KV_HEADS) & (e < VALUE)
+    d = tl.arange(0, KEY_PADDED)[None, :]
+    is_key = (head < KV_HEADS) & (d < KEY)
     key_GD = tl.load(key + token * key_token + head * key_head + d, mask=is_key, other=0.0)
-    value_GE = tl.load(value + token * value_token + head * value_head + e, mask=is_value, other=0.0)
     if key_pages.dtype.element_ty != key.dtype.element_ty:
         key_GD = (key_GD.to(tl.float32) / key_scale).to(key_pages.dtype.element_ty)
-        value_GE = (value_GE.to(tl.float32) / value_scale).to(value_pages.dtype.element_ty)
     tl.store(key_pages + (index * KV_HEADS + head) * KEY + d, key_GD, mask=is_key)
-    tl.store(value_pages + (index * KV_HEADS + head) * VALUE + e, value_GE, mask=is_value)
+    if not VALUES_IN_KEYS:
+        e = tl.arange(0, VALUE_PADDED)[None, :]
+        is_value = (head < KV_HEADS) & (e < VALUE)
+        value_GE = tl.load(value + token * value_token + head * value_head + e, mask=is_value, other=0.0)
+        if value_pages.dtype.element_ty != value.dtype.element_ty:
+            value_GE = (value_GE.to(tl.float32) / value_scale).to(value_pages.dtype.element_ty)
+        tl.store(value_pages + (index * KV_HEADS + head) * VALUE + e, value_GE, mask=is_value)
 
 
 def write_cache(key_GTD: torch.Tensor, value_GTE: torch.Tensor, pages: LayerPages, cache_index_T: torch.Tensor) -> None:
@@ -72,4 +78,5 @@ def write_cache(key_GTD: torch.Tensor, value_GTE: torch.Tensor, pages: LayerPage
         HEADS_PADDED=power_of_two(kv_heads),
         KEY_PADDED=power_of_two(key_size),
         VALUE_PADDED=power_of_two(value_size),
+        VALUES_IN_KEYS=pages.values_in_keys,
     )

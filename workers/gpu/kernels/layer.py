@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.gpu.kernels.attention import power_of_two
+from workers.gpu.kernels.shape import power_of_two
 
 MOST = 1024
 """Elements of one program of SwiGLU."""

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.gpu.kernels.attention import power_of_two
+from workers.gpu.kernels.shape import power_of_two
 from workers.gpu.token_counts import IN_PROMPT
 
 BLOCK = 4096

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workers.gpu.kernels.attention import power_of_two
 from workers.gpu.kernels.quantized_kernels import ALONE, GROUPED, ONE, join_kernel, product_kernel
+from workers.gpu.kernels.shape import power_of_two
 from workers.quantization.layout import TILE
 from workers.quantization.weight import BLOCK, PACKED
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from workers.gpu.kernels.attention import power_of_two
 from workers.gpu.kernels.limits import PASSES, search_kernel
 from workers.gpu.kernels.sampling_kernels import choose_kernel, greatest_kernel, pick_kernel, ties_kernel
+from workers.gpu.kernels.shape import power_of_two
 
 BLOCK = 4096
 """Ids of a block."""

@@ -45,8 +45,8 @@ def locate(
     is_read_N: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return the cache indices of places of a row, int64."""
-    block_N = tl.load(tables_RB + row * table_width + place_N // BLOCK, mask=is_read_N, other=0).to(tl.int64)
+    """Return the cache indices of places of a row, int32."""
+    block_N = tl.load(tables_RB + row * table_width + place_N // BLOCK, mask=is_read_N, other=0)
     return block_N * BLOCK + place_N % BLOCK
 
 
@@ -57,13 +57,17 @@ def load_columns(
     is_read_N: tl.tensor,
     head: tl.tensor,
     heads: tl.tensor,
+    STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Load WIDTH columns of K or V from column FIRST on, `[N, WIDTH]`; 0 past SIZE and for places not read."""
+    """Load WIDTH columns of K or V from column FIRST on, `[N, WIDTH]`; 0 past SIZE and for places not read.
+
+    STRIDE: numbers from one head to the next.
+    """
     column_W = FIRST + tl.arange(0, WIDTH)
-    at_NW = ((index_N * heads + head) * SIZE)[:, None] + column_W[None, :]
+    at_NW = ((index_N.to(tl.int64) * heads + head) * STRIDE)[:, None] + column_W[None, :]
     if FIRST + WIDTH <= SIZE:
         return tl.load(pages + at_NW, mask=is_read_N[:, None], other=0.0)
     return tl.load(pages + at_NW, mask=is_read_N[:, None] & (column_W < SIZE)[None, :], other=0.0)
@@ -104,23 +108,24 @@ def add_keys(
 def tree_words(
     visible_TW: tl.tensor, words: tl.tensor, token_M: tl.tensor, bit: tl.tensor, live_M: tl.tensor
 ) -> tl.tuple:
-    """Return the two words of each query's mask that hold the 64 bits from *bit* on, and its bit in the first.
+    """Return the 64 bits of each query's mask from *bit* on, as two int32: they are spread over N keys, in registers.
 
     *bit* may be negative; bits below 0 are 0.
     """
-    word = bit >> 6
+    word, shift = bit >> 6, (bit & 63).to(tl.int64)
     at_M = visible_TW + token_M.to(tl.int64) * words + word
     low_M = tl.load(at_M, mask=live_M & (word >= 0) & (word < words), other=0)
     high_M = tl.load(at_M + 1, mask=live_M & (word + 1 >= 0) & (word + 1 < words), other=0)
-    return low_M, high_M, bit & 63
+    bits_M = (low_M.to(tl.uint64, bitcast=True) >> shift) | (high_M << 1 << (63 - shift)).to(tl.uint64, bitcast=True)
+    return bits_M.to(tl.int32), (bits_M >> 32).to(tl.int32)
 
 
 @triton.jit
-def tree_bits(low_M: tl.tensor, high_M: tl.tensor, shift: tl.tensor, N: tl.constexpr) -> tl.tensor:
-    """Return N bits from *shift* on, bool `[M, N]`; N is at most 64."""
-    bit_N = shift + tl.arange(0, N)
-    word_MN = tl.where((bit_N < 64)[None, :], low_M[:, None], high_M[:, None])
-    return ((word_MN >> (bit_N & 63).to(tl.int64)[None, :]) & 1) != 0
+def tree_bits(low_M: tl.tensor, high_M: tl.tensor, N: tl.constexpr) -> tl.tensor:
+    """Return the first N of the 64 bits that `tree_words` found, bool `[M, N]`."""
+    n = tl.arange(0, N)
+    word_MN = tl.where((n < 32)[None, :], low_M[:, None], high_M[:, None])
+    return ((word_MN >> (n & 31)[None, :]) & 1) != 0
 
 
 @triton.jit
