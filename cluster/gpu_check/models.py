@@ -30,8 +30,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 64},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
-}
-"""Grouped heads, norms of queries and keys, windows and soft caps, experts, sinks."""
+    "minicpm3": {
+        "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "head_dim": 32,
+        "qk_nope_head_dim": 64, "v_head_dim": 64,
+    },
+}  # fmt: skip
+"""Grouped heads, norms of queries and keys, windows and soft caps, experts, sinks, latents."""
 DAMPING = 0.01
 """Of what layers add to the residual stream, so that the last token alone decides the next one."""
 

@@ -79,6 +79,18 @@ class AttentionBackend(Protocol):
         ...
 
 
+class Absorbed(Protocol):
+    """Of an attention module whose K and V are latents: see `workers.attention.latent`."""
+
+    def queries(self, query_1HTD: torch.Tensor) -> torch.Tensor:
+        """Return queries of latents, `[1, heads, T, key_size]`."""
+        ...
+
+    def outputs(self, output_1THL: torch.Tensor) -> torch.Tensor:
+        """Return what attention over values returns, from what it returned over latents."""
+        ...
+
+
 class _Current(threading.local):
     """The backend of the forward that runs in this thread, and its number of tokens. Set by `run_with`."""
 
@@ -174,10 +186,13 @@ def paged_attention(  # noqa: PLR0917 - the signature is transformers'
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, cap = sliding_window or 0, softcap or 0.0
+    absorbed: Absorbed | None = getattr(module, "absorbed", None)
+    if absorbed is not None:
+        query = absorbed.queries(query)
     output = torch.ops.slipstream.paged_attention(
         query, key, value, s_aux, module.layer_idx, scale, window, cap, window_from_block, causal_block
     )
-    return output, None
+    return output if absorbed is None else absorbed.outputs(output), None
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -17,6 +17,7 @@ from protos.errors import ConfigError
 from protos.layers import FeatureSpec
 from protos.progress import ProgressCallback
 from workers.attention.kv import bytes_per_block, stored_dtype
+from workers.attention.latent import attend_over_latents
 from workers.device import weight_bytes
 from workers.draft.vocab_map import VocabMap, translate
 from workers.draft.weights import CheckpointEnds, DraftCheckpoint, LoadedEnds, TargetEnds
@@ -240,14 +241,12 @@ def _vocab_map(config: EngineConfig, draft: LoadedModel, report: ProgressCallbac
 
 def _model_of(config: EngineConfig, speculative: SpeculativeConfig) -> ModelConfig:
     """Return the draft's model, with the target's settings where it has none of its own."""
-    model, revision = speculative.model, speculative.revision
+    model, revision, quantization = speculative.model, speculative.revision, speculative.quantization
     if SELF_WINDOW in speculative.methods:
         model, revision = config.model.model, config.model.revision
+        quantization = quantization or config.model.quantization
     if model is None:
         raise ConfigError(f"speculative method {speculative.method!r} needs a draft: set 'model' in speculative_config")
-    quantization = speculative.quantization
-    if SELF_WINDOW in speculative.methods:
-        quantization = quantization or config.model.quantization
     dtype = config.model.dtype if speculative.dtype == "auto" else speculative.dtype
     # The output does not depend on the draft, so its results need not be batch-invariant.
     return replace(
@@ -291,6 +290,7 @@ def _load_module(
     if speculative.quantization is not None:
         scheme = scheme_of(speculative.quantization, speculative.model or config.model.model, device)
         quantize_module(module, scheme, () if loaded_target is None else loaded_target.model.parameters())
+    attend_over_latents(module, device)
     width = len(spec.inputs_of or (0,)) * int(target.get("hidden_size") or target["n_embd"])
     # With batch_invariant, the target's head, which the module may share, runs in a mode that is not compiled.
     is_eager = _is_eager(config, speculative) or config.model.batch_invariant

@@ -10,6 +10,7 @@ from protos.config.kv_window import KVWindow
 from workers.attention.backend import AttentionBackend, Options
 from workers.attention.batch import AttentionMetadata, TreeMasks
 from workers.attention.kv import KVCache
+from workers.attention.native import pick_attention
 from workers.attention.quantized_kv import LARGEST
 from workers.attention.torch import TorchAttention
 from workers.gpu.metadata import DeviceMetadata
@@ -121,6 +122,11 @@ def _packed(
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(dtype, copy=False))
     parts = torch.split(packed.to(device, non_blocking=True), [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def attention_of(cache: KVCache) -> AttentionBackend:
+    """Return the fastest attention that the device of *cache* has."""
+    return pick_gpu_attention(cache) if cache.device.type == "cuda" else pick_attention(cache)
 
 
 def pick_gpu_attention(cache: KVCache) -> AttentionBackend:

@@ -275,7 +275,9 @@ def _notes(
     recurrent: RecurrentShapes,
 ) -> tuple[str, ...]:
     notes = [f"KV cache: {bytes_per_token(layers, kv_dtype)} bytes per token"]
-    if any(shape.key_size != shape.value_size for shape in layers):
+    if any(shape.values_in_keys for shape in layers):
+        notes[0] += " (latents, which keys and values are made of)"
+    elif any(shape.key_size != shape.value_size for shape in layers):
         notes[0] += " (keys and values are cached expanded, since their head sizes differ)"
     if recurrent:
         notes.append(

@@ -13,10 +13,11 @@ from protos.layers import LayerShape
 from workers.attention.backend import run_with
 from workers.attention.batch import AttentionMetadata, Batch, Ints
 from workers.attention.kv import KVCache
-from workers.attention.native import pick_attention
+from workers.attention.latent import with_latents
 from workers.compile import Weights
 from workers.compiled.recipe import recipe
 from workers.device import free_memory, weight_bytes
+from workers.gpu.attention import attention_of
 from workers.model.methods import Methods
 from workers.slots import SlotTable
 
@@ -42,7 +43,7 @@ class LoadedModule:
     @property
     def layers(self) -> tuple[LayerShape, ...]:
         """K and V of each attention layer."""
-        return tuple(self.module.layers)
+        return with_latents(self.module, self.module.layers)
 
     @property
     def max_model_len(self) -> int:
@@ -73,7 +74,7 @@ class ModuleRunner:
         self.loaded, self.slots, self.num_blocks, self.block_size = loaded, slots, num_blocks, block_size
         self.module = Methods(loaded.module)
         self.cache = KVCache(loaded.layers, num_blocks, block_size, loaded.kv_dtype, loaded.device)
-        self.attention = pick_attention(self.cache) if loaded.layers else None
+        self.attention = attention_of(self.cache) if loaded.layers else None
 
     def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
         """See `DraftForward`; hidden states `[N, X]`."""
@@ -117,7 +118,7 @@ class ModuleRunner:
             if not self.loaded.layers:
                 return call()
             cache = KVCache(self.loaded.layers, 1, self.block_size, self.loaded.dtype, self.loaded.device)
-            attention, start = pick_attention(cache), np.zeros(1, np.int64)
+            attention, start = attention_of(cache), np.zeros(1, np.int64)
             batch = Batch(start, start, np.array([num_tokens]), np.zeros(num_tokens, np.int64))
             attention.plan(AttentionMetadata.of(batch, np.zeros((1, num_tokens), np.int32), self.block_size))
             return run_with(attention, call, num_tokens)

@@ -8,10 +8,10 @@ import torch
 from protos.layers import LayerShape
 from workers.attention.backend import AttentionBackend
 from workers.attention.kv import KVCache
-from workers.attention.native import pick_attention
+from workers.attention.latent import attend_over_latents, with_latents
 from workers.compile import Forward, Trial
 from workers.distributed.groups import Group
-from workers.gpu.attention import pick_gpu_attention
+from workers.gpu.attention import attention_of
 from workers.model.loaded import LoadedModel
 from workers.model.probe import probe
 from workers.model.tensor_parallel import connect
@@ -31,16 +31,17 @@ class TorchMode:
         connect(model, plan, group)
 
     def prepare(self, model: Any, name: str, ranks: int) -> tuple[LayerShape, ...]:
-        """Fuse layers on a CUDA device; leave the others as they are."""
+        """On a CUDA device, fuse layers and attend over latents; elsewhere leave all as they are."""
+        attend_over_latents(model, model.device)
         if model.device.type == "cuda" and find_spec("triton") is not None:
             from workers.gpu.fused import fuse_layers  # noqa: PLC0415 - triton may be missing
 
             fuse_layers(model)
-        return probe(model, name, ranks)
+        return with_latents(model, probe(model, name, ranks))
 
     def attention(self, cache: KVCache) -> AttentionBackend:
         """Return the fastest attention of this machine."""
-        return pick_gpu_attention(cache) if cache.keys[0].device.type == "cuda" else pick_attention(cache)
+        return attention_of(cache)
 
     def wrap(self, forward: Forward) -> Forward:
         """Return *forward* itself."""

@@ -8,8 +8,8 @@ import torch
 
 from protos.config.kv_window import KVWindow
 from workers.attention.batch import Batch, Ints
-from workers.attention.native import pick_attention
 from workers.compile import CompileError
+from workers.gpu.attention import attention_of
 from workers.model.runner import ModelRunner
 
 
@@ -29,7 +29,7 @@ class WindowedRunner:
         self.loaded = replace(runner.loaded, max_model_len=min(max_model_len or longest, longest))
         self.module, self.num_blocks = runner.module, runner.num_blocks
         self._runner, self._kv_window = runner, kv_window
-        self._attention = pick_attention(runner.cache)
+        self._attention = attention_of(runner.cache)
 
     def forward(self, batch: Batch, wanted_N: Ints, features_TX: torch.Tensor | None = None) -> torch.Tensor:
         """See `DraftForward`; fp32 logits."""

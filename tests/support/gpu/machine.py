@@ -158,7 +158,7 @@ def pretended_cuda() -> Iterator[None]:
         "torch.cuda._lazy_init": lambda: None,
         "torch.cuda._initialized": True,
         # Interpreted kernels take long; `interpreted_kernels` has them.
-        "workers.model.torch_mode.pick_gpu_attention": TorchAttention,
+        "workers.gpu.attention.pick_gpu_attention": TorchAttention,
         "workers.gpu.fused.fuse_layers": lambda _model: 0,
         "workers.gpu.choosing.has_kernels": lambda _device: False,
         # Tensors of inference mode have no version counters, which subclasses of tensors need.
@@ -204,7 +204,7 @@ def interpreted_kernels() -> Iterator[None]:
 
     with (
         mock.patch.object(InterpretedFunction, "run", counted),
-        mock.patch("workers.model.torch_mode.pick_gpu_attention", pick_gpu_attention),
+        mock.patch("workers.gpu.attention.pick_gpu_attention", pick_gpu_attention),
         mock.patch("workers.gpu.fused.fuse_layers", fuse_layers),
         mock.patch("workers.gpu.choosing.has_kernels", has_kernels),
     ):

@@ -10,6 +10,7 @@ from slipstream import SamplingParams
 from tests.support.gpu.engine import Served, llamas, one_ahead, only, serve
 from tests.support.gpu.machine import interpreted_kernels, pretended_gpu
 from tests.support.identity import generate
+from tests.support.models import synthetic_layers
 from tests.support.models.tiny_models import perturb
 from workers.gpu.sizes import SamplerKind
 
@@ -73,6 +74,30 @@ def test_draws_of_targets_and_drafts_have_the_noise_of_their_rows(
     assert found.outputs == ordinary.outputs
     assert (found.proposed, found.accepted) == (ordinary.proposed, ordinary.accepted)
     assert found.accepted > 0
+
+
+def test_learned_drafts_attend_by_the_kernel(models: list[Path], tmp_path: Path) -> None:
+    eagle = synthetic_layers.eagle(models[0]).write(tmp_path / "draft")
+    speculative = {"method": "eagle", "model": str(eagle), "num_speculative_tokens": 2, "draft_shape": "chain"}
+    params = dataclasses.replace(GREEDY, max_tokens=5)
+    found = served(models[0], 1, params, speculative_config=speculative, enforce_eager=True)
+    assert found.outputs == generate(models[0], PROMPTS[:1], params, max_model_len=64).outputs
+    drafted = next(counts.kernels for plan, counts in found.rounds if plan.decodes and plan.rows[0].k == 2)
+    assert drafted["attention_kernel"] == 3, "the target's layer, and the draft's for each draft token"
+    assert not drafted["sdpa"]
+
+
+def test_windows_of_the_targets_own_cache_are_read_by_the_kernel(models: list[Path]) -> None:
+    speculative = {"method": "self_window", "num_speculative_tokens": 2, "draft_kv_window": 6}
+    prompts, params = [[3, 5, 9, 11, 7, 7, 2, 8, 1]], dataclasses.replace(GREEDY, max_tokens=5)
+    with pretended_gpu() as machine, interpreted_kernels(), only(1, "greedy"):
+        few = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "enforce_eager": True}
+        found = serve(machine, models[0], prompts, params, speculative_config=speculative, **few)
+    ordinary = generate(models[0], prompts, params, max_model_len=64, speculative_config=speculative)
+    assert found.outputs == ordinary.outputs == generate(models[0], prompts, params, max_model_len=64).outputs
+    assert (found.proposed, found.accepted) == (ordinary.proposed, ordinary.accepted)
+    (drafted, *_) = found.decoding(1, 2)
+    assert (drafted.kernels["attention_kernel"], drafted.kernels["sdpa"]) == (3, 0)
 
 
 PENALISED = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,11 @@ from workers.gpu.drafts.features import FeatureArea
 from workers.gpu.drafts.protocol import Prediction
 from workers.gpu.inputs import RoundInputs
 from workers.gpu.metadata import DeviceMetadata
-from workers.model.module_runner import ModuleRunner
-from workers.model.runner import ModelRunner
 from workers.sampling.sampler import fit_vocab
+
+if TYPE_CHECKING:
+    from workers.model.module_runner import ModuleRunner
+    from workers.model.runner import ModelRunner
 
 
 class LanguageModel:
@@ -26,7 +29,7 @@ class LanguageModel:
         vocab_size: of the target.
     """
 
-    def __init__(self, runner: ModelRunner, attention: DeviceAttention, vocab_size: int) -> None:
+    def __init__(self, runner: "ModelRunner", attention: DeviceAttention, vocab_size: int) -> None:
         self._runner, self._attention, self._vocab_size = runner, attention, vocab_size
         self.shift = 0
 
@@ -62,7 +65,7 @@ class HeadModel:
         vocab_size: of the target.
     """
 
-    def __init__(self, runner: ModuleRunner, attention: DeviceAttention, area: FeatureArea, vocab_size: int) -> None:
+    def __init__(self, runner: "ModuleRunner", attention: DeviceAttention, area: FeatureArea, vocab_size: int) -> None:
         self._module, self._attention, self._area = runner.loaded.module, attention, area
         self._vocab_size, self._own_size = vocab_size, runner.loaded.vocab_size
         self.shift = int(self._module.shift)

@@ -1,0 +1,104 @@
+"""Attention over latents gives what the expanded attention of transformers gives."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from protos.layers import LayerShape
+from tests.support.models.tiny_models import settings
+from tests.workers.attention.test_tree_attention import OneRow, rows_of
+from workers.attention.backend import NAME, run_with
+from workers.attention.kv import KVCache, bytes_per_token
+from workers.attention.latent import Latents, attend_over_latents, with_latents
+from workers.attention.torch import TorchAttention
+from workers.model.probe import probe
+from workers.quantization.schemes import SCHEMES
+from workers.weights.quantizing import quantize_module
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+TOKENS = torch.tensor([[5, 17, 3, 42, 8, 30, 11, 2, 19]])
+MLA = {"q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**MLA, "first_k_dense_replace": 9, "topk_method": "greedy"},
+    "deepseek_v3": {**MLA, **EXPERTS, "first_k_dense_replace": 1},
+    "minicpm3": MLA,
+    "youtu": MLA,
+    "glm4_moe_lite": {**MLA, **EXPERTS, "first_k_dense_replace": 1, "n_shared_experts": 1},
+}
+
+
+def made(family: str) -> Any:
+    """A tiny random model, in fp32."""
+    torch.manual_seed(0)
+    values = {**settings("llama"), "num_key_value_heads": 4, **FAMILIES[family]}
+    config = AutoConfig.for_model(family, **{name: value for name, value in values.items() if name != "head_dim"})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 0.0 if weight.ndim > 1 else 1.0, 0.2)
+    return model
+
+
+def paged(model: Any, cut: int) -> torch.Tensor:
+    """Return the logits of `TOKENS` over a paged cache: of the first *cut* tokens, and of the others after them."""
+    model.config._attn_implementation = NAME
+    shapes = with_latents(model, probe(model, "it"))
+    backend, found = TorchAttention(KVCache(shapes, 4, 8, torch.float32, CPU)), []
+    for start, end in ((0, cut), (cut, TOKENS.shape[1])):
+        backend.plan(rows_of([OneRow(start, end - start)]))
+        positions = torch.arange(start, end).unsqueeze(0)
+        given = {"input_ids": TOKENS[:, start:end], "position_ids": positions, "use_cache": False}
+        found.append(run_with(backend, lambda given=given: model(**given).logits))
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_are_those_of_expanded_attention(family: str) -> None:
+    model = made(family)
+    expected = model(input_ids=TOKENS).logits
+    attend_over_latents(model, CUDA)
+    again = model(input_ids=TOKENS).logits  # its own code still expands
+    assert torch.equal(again, expected)
+    torch.testing.assert_close(paged(model, 6), expected, rtol=1e-4, atol=1e-4)
+    assert with_latents(model, probe(model, "it")) == (LayerShape(1, 16, 12, values_in_keys=True),) * 3
+
+
+@torch.inference_mode()
+def test_a_quantised_expansion_is_computed_with_as_the_values_it_stands_for() -> None:
+    model = made("deepseek_v2")
+    quantize_module(model, SCHEMES["int8"], ())
+    expected = model(input_ids=TOKENS).logits
+    attend_over_latents(model, CUDA)
+    torch.testing.assert_close(paged(model, 6), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_cpus_expand() -> None:
+    model = made("deepseek_v2")
+    attend_over_latents(model, CPU)
+    assert not any(isinstance(getattr(module, "expand_kv", None), Latents) for module in model.modules())
+    assert paged(model, 6).shape[1] == TOKENS.shape[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_the_cache_holds_values_once(dtype: torch.dtype) -> None:
+    shape = LayerShape(2, 16, 12, values_in_keys=True)
+    separate = LayerShape(2, 16, 12)
+    caches = [KVCache((each,), 4, 8, dtype, CPU) for each in (shape, separate)]
+    key_TGD = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(0))
+    at_T, moves = torch.tensor([3, 9, 10, 30, 17]), torch.tensor([[3, 0], [30, 31]])
+    for cache in caches:
+        cache.write(0, at_T, key_TGD, key_TGD[..., :12])
+        cache.move(moves.numpy())
+    everywhere = torch.arange(32)
+    once, twice = (
+        [pages[0].tokens(everywhere, torch.float32) for pages in (c.key_pages, c.value_pages)] for c in caches
+    )
+    assert torch.equal(once[0], twice[0])
+    assert torch.equal(once[1], once[0][..., :12])
+    assert caches[0].values[0].data_ptr() == caches[0].keys[0].data_ptr()
+    scale = 2 if dtype == torch.int8 else 0
+    assert bytes_per_token([shape], dtype) == 2 * (16 * dtype.itemsize + scale)
+    assert bytes_per_token([separate], dtype) == 2 * (28 * dtype.itemsize + 2 * scale)
