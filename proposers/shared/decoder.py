@@ -126,7 +126,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
 def layer_shape(config: Any) -> LayerShape:
     """Return the K/V shape of a layer of a `transformers` model, from its config."""
     heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention is cached expanded, per head
+    if getattr(config, "kv_lora_rank", None):  # latent attention that is expanded, per head
         return LayerShape(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return LayerShape(getattr(config, "num_key_value_heads", None) or heads, size, size)

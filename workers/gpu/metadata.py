@@ -9,13 +9,13 @@ from torch import Tensor
 class DeviceMetadata:
     """`AttentionMetadata` as device tensors, padded to a captured size of R rows, T tokens and B blocks.
 
-    Padding rows come last and have length 0; padding tokens have row -1. What is in the other tensors for them is not
-    read. Tensors are contiguous.
+    Padding rows have length 0, as have rows that a draft leaves out; padding tokens have row -1. What is in the other
+    tensors for them is not read, but for their offsets. Tensors are contiguous.
 
     Attributes:
         starts_R: int32; the first place that each row feeds.
         lengths_R: int32; tokens fed by each row, 0 for padding.
-        offsets_R: int32; flat index of each row's first token, ascending.
+        offsets_R: int32; flat index of each row's first token, ascending, those of padding rows included.
         tables_RB: int32; block ids.
         rows_T: int32; row of each token, -1 for padding.
         cache_index_T: int64; where each token's K and V go: block * block_size + offset; -1 for padding.

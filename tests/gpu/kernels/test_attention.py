@@ -173,12 +173,13 @@ def padded(metadata: DeviceMetadata, rows: int, tokens: int) -> DeviceMetadata:
 
     by_row = {
         name: pad(getattr(metadata, name), rows, -(1 << 20))
-        for name in ("starts_R", "offsets_R", "tables_RB", "first_R", "sizes_R", "positions_RA", "first_valid_R")
+        for name in ("starts_R", "tables_RB", "first_R", "sizes_R", "positions_RA", "first_valid_R")
     }
     return replace(
         metadata,
         **by_row,
         lengths_R=pad(metadata.lengths_R, rows, 0),
+        offsets_R=pad(metadata.offsets_R, rows, len(metadata.rows_T)),
         rows_T=pad(metadata.rows_T, tokens, -1),
         cache_index_T=pad(metadata.cache_index_T, tokens, -1),
         visible_TW=pad(metadata.visible_TW, tokens, -1),

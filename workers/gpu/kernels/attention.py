@@ -1,9 +1,10 @@
 """Paged attention: decode, chains, trees and chunks of prompts by one kernel, over `workers.attention.kv.KVCache`.
 
-A program takes the queries of one K/V head of one row, all query heads that share it together, and goes through the
-row's blocks as its table lists them, with an online softmax. Rows that feed few tokens have a program for each split of
-their keys, and a second kernel joins these; rows with long chunks have one program for each tile of queries. Both give
-the same result (`workers.gpu.kernels.splits`). Nothing depends on the other rows of the batch.
+A program takes the queries of one K/V head of one row, all query heads that share it together (up to 16 where keys are
+wider than 256), and goes through the row's blocks as its table lists them, with an online softmax. Rows that feed few
+tokens have a program for each split of their keys, and a second kernel joins these; rows with long chunks have one
+program for each tile of queries. Both give the same result (`workers.gpu.kernels.splits`). Nothing depends on the other
+rows of the batch.
 """
 
 from typing import NamedTuple
@@ -150,7 +151,6 @@ class _Launch:
             data.visible_TW,
             data.first_valid_R,
             self._rows,
-            self._tokens,
             data.tables_RB.shape[1],
             data.positions_RA.shape[1],
             data.visible_TW.shape[1],

@@ -9,7 +9,6 @@ from workers.gpu.kernels.tiles import find_row
 
 RUNTIME = (
     "rows",
-    "tokens",
     "table_width",
     "area",
     "words",
@@ -44,7 +43,6 @@ def attention_kernel(
     visible_TW: tl.tensor,
     first_valid_R: tl.tensor,
     rows: tl.tensor,
-    tokens: tl.tensor,
     table_width: tl.tensor,
     area: tl.tensor,
     words: tl.tensor,
@@ -92,10 +90,10 @@ def attention_kernel(
     if ONE_TILE:
         row, in_row = tile, 0
     else:
-        row = find_row(lengths_R, offsets_R, tile, rows, tokens, QUERIES)
+        row = find_row(offsets_R, tile, rows, QUERIES)
         in_row = tile - tl.load(offsets_R + row) // QUERIES - row
     length = tl.load(lengths_R + row)
-    if in_row * QUERIES >= length:
+    if in_row < 0 or in_row * QUERIES >= length:
         return
     is_short = length <= short
     if is_short != IS_DIVIDED:
@@ -124,7 +122,7 @@ def attention_kernel(
         lowest = tl.maximum(lowest, tl.min(tl.where(live_M, position_M, 2**30), 0) - kv_size + 1)
     lowest = tl.minimum(lowest, first)  # positions of covered places are in no order
     settled = tl.minimum(start + in_row * QUERIES, first) // N * N
-    at_M = query + token_M.to(tl.int64) * query_token + head_M * query_head
+    at_M = query + first_head.to(tl.int64) * query_head + (m % SHARE) * query_head + token_M.to(tl.int64) * query_token
     d, f = tl.arange(0, D), D + tl.arange(0, F if F > 0 else 1)
     query_MD = tl.load(at_M[:, None] + d[None, :], mask=live_M[:, None] & (d < KEY)[None, :], other=0.0)
     query_MF = tl.load(at_M[:, None] + f[None, :], mask=live_M[:, None] & (f < KEY)[None, :], other=0.0)

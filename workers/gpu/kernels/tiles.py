@@ -1,6 +1,6 @@
 """Parts of the attention kernels: which row and places a program works on, what its queries see, and its products.
 
-M counts the queries of a tile, those of all heads that share a K/V head included; N counts keys.
+M counts the queries of a tile, those of all heads of its program; N counts keys.
 """
 
 import triton
@@ -10,20 +10,15 @@ from workers.gpu.kernels.splits import LOG2_E, split_start
 
 
 @triton.jit
-def find_row(
-    lengths_R: tl.tensor,
-    offsets_R: tl.tensor,
-    tile: tl.tensor,
-    rows: tl.tensor,
-    tokens: tl.tensor,
-    QUERIES: tl.constexpr,
-) -> tl.tensor:
-    """Return the last row whose tiles begin at or before *tile*: row r has those from `offset // QUERIES + r` on."""
+def find_row(offsets_R: tl.tensor, tile: tl.tensor, rows: tl.tensor, QUERIES: tl.constexpr) -> tl.tensor:
+    """Return the last row whose tiles begin at or before *tile*: row r has those from `offset // QUERIES + r` on.
+
+    Tiles before those of row 0 are given to it.
+    """
     low, high = tile * 0, rows
     while high - low > 1:
         middle = (low + high) // 2
-        offset = tl.where(tl.load(lengths_R + middle) > 0, tl.load(offsets_R + middle), tokens)
-        is_before = offset // QUERIES + middle <= tile
+        is_before = tl.load(offsets_R + middle) // QUERIES + middle <= tile
         low, high = tl.where(is_before, middle, low), tl.where(is_before, high, middle)
     return low
 
