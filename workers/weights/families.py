@@ -18,7 +18,7 @@ RECURRENT = frozenset({
 TESTED = frozenset({
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi", "phi3", "mixtral", "olmo2",
     "olmoe", "granite", "starcoder2", "cohere", "stablelm", "gpt_oss", "opt", "gpt2", "gpt_neox", "gpt_bigcode",
-    "deepseek_v3", "glm4_moe", mimo.KIND,
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minicpm3", "youtu", mimo.KIND,
 }) | RECURRENT  # fmt: skip
 
 _ALIBI = "it adds position biases (alibi) to its attention scores, which paged attention does not"

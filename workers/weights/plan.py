@@ -47,6 +47,7 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "rowwise_split_input": Style.SPLIT_INPUT,
     "rowwise_rep": Style.SPLIT_INPUT,  # its older name
     "replicated_with_grad_allreduce": Style.WHOLE,
+    "mla_kv_a_proj": Style.WHOLE,  # its latents are shared by all heads
 }
 """The supported styles of transformers' plans. Experts are recognised by their name."""
 EMBEDDINGS = frozenset({"embed_tokens", "embeddings"})

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from protos.config.engine import ModelConfig
 from tests.support.distributed.ranks import in_memory, on_ranks
 from tests.support.distributed.tensor_parallel import VOCAB, check, runner_of, share
+from tests.support.models.every_family import ENDS, build_any
 from tests.support.models.tiny_models import FAMILIES, build
 from tests.workers.model.test_models import sequences
 from workers.attention.batch import Batch
@@ -67,6 +68,11 @@ def test_variants(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     changes = {"vocab_size": VOCAB, **changes}
     ranks = changes.pop("ranks", 2)
     check(build(family, tmp_path, **changes), ranks, changes["vocab_size"])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"])
+def test_latent_attention_of_other_families(family: str, tmp_path: Path) -> None:
+    check(build_any(family, tmp_path), 2, ENDS["vocab_size"])
 
 
 def decode(runner: ModelRunner, group: Group, prompt: np.ndarray, steps: int) -> list[int]:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text",
             "lfm2_moe", "granitemoehybrid", "nemotron_h", "jamba", "kimi_linear")  # fmt: skip
-"""Those of `TESTED` that have experts."""
+"""Those of `TESTED` that have experts, but for families whose experts are DeepSeek-V3's."""
 
 INNER = {"intermediate_size": 64, "moe_intermediate_size": 64}
 """Two ranks split the inner width into multiples of 32."""
