@@ -111,7 +111,7 @@ def test_layers_slide_or_see_all_as_their_config_says(
     made, weights = world(2 * H, counts=COUNTS), weights_of(len(kinds))
     parts = replace(made.parts(weights, config_of(kinds, non_causal=non_causal)), attention=PAGED)
     module = DFlashProposer.build(CONFIG, parts)
-    monkeypatch.setattr("workers.model.module_runner.pick_attention", make)
+    monkeypatch.setattr("workers.model.module_runner.attention_of", make)
     worker = paged_worker(module, made.texts, made.features, k=BLOCK, vocab_size=V)
     found: list[torch.Tensor] = []
     sample = worker.sample
