@@ -9,6 +9,29 @@ from workers.gpu.kernels.shape import power_of_two
 
 
 @triton.jit
+def store(
+    new: tl.tensor,
+    new_head: tl.tensor,
+    new_token: tl.tensor,
+    pages: tl.tensor,
+    scale: tl.tensor,
+    token: tl.tensor,
+    index: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Copy K or V of one token, of all heads, to a cache index."""
+    head, x = tl.arange(0, HEADS_PADDED)[:, None], tl.arange(0, PADDED)[None, :]
+    is_there = (head < KV_HEADS) & (x < SIZE)
+    new_GX = tl.load(new + token * new_token + head * new_head + x, mask=is_there, other=0.0)
+    if pages.dtype.element_ty != new.dtype.element_ty:
+        new_GX = (new_GX.to(tl.float32) / scale).to(pages.dtype.element_ty)
+    tl.store(pages + (index * KV_HEADS + head) * SIZE + x, new_GX, mask=is_there)
+
+
+@triton.jit
 def write_kernel(
     key: tl.tensor,
     key_head: tl.tensor,
@@ -34,20 +57,12 @@ def write_kernel(
     index = tl.load(cache_index_T + token)
     if index < 0:
         return
-    head = tl.arange(0, HEADS_PADDED)[:, None]
-    d = tl.arange(0, KEY_PADDED)[None, :]
-    is_key = (head < KV_HEADS) & (d < KEY)
-    key_GD = tl.load(key + token * key_token + head * key_head + d, mask=is_key, other=0.0)
-    if key_pages.dtype.element_ty != key.dtype.element_ty:
-        key_GD = (key_GD.to(tl.float32) / key_scale).to(key_pages.dtype.element_ty)
-    tl.store(key_pages + (index * KV_HEADS + head) * KEY + d, key_GD, mask=is_key)
+    store(key, key_head, key_token, key_pages, key_scale, token, index, KV_HEADS, KEY, HEADS_PADDED, KEY_PADDED)
     if not VALUES_IN_KEYS:
-        e = tl.arange(0, VALUE_PADDED)[None, :]
-        is_value = (head < KV_HEADS) & (e < VALUE)
-        value_GE = tl.load(value + token * value_token + head * value_head + e, mask=is_value, other=0.0)
-        if value_pages.dtype.element_ty != value.dtype.element_ty:
-            value_GE = (value_GE.to(tl.float32) / value_scale).to(value_pages.dtype.element_ty)
-        tl.store(value_pages + (index * KV_HEADS + head) * VALUE + e, value_GE, mask=is_value)
+        store(
+            value, value_head, value_token, value_pages, value_scale, token, index,
+            KV_HEADS, VALUE, HEADS_PADDED, VALUE_PADDED,
+        )  # fmt: skip
 
 
 def write_cache(key_GTD: torch.Tensor, value_GTE: torch.Tensor, pages: LayerPages, cache_index_T: torch.Tensor) -> None:
