@@ -112,7 +112,7 @@ def measure_ranks(pair: Models, batch: int, shape: dict[str, int] | None, wanted
         engine = threaded(config, body=workers.serve, floor_s=60.0)
         try:
             engine.put(*(_request(i) for i in range(batch)))
-            engine.finish()
+            workers.finish(engine)
         finally:
             engine.built.shutdown()
     k = 0 if shape is None else shape["num_speculative_tokens"]

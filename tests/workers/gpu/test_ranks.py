@@ -100,7 +100,7 @@ def test_a_round_is_one_graph_and_one_copy_on_every_rank(
 ) -> None:
     with started(workers, models, ranks, shape) as engine:
         engine.put(*some_requests())
-        assert_same(engine.finish(), plain)
+        assert_same(workers.finish(engine), plain)
     assert (engine.accepted > 0) == (shape is not None)
     assert any(plan.moves for plan, _ in workers.rounds["target rank 0"]) == (shape is TREE)
     for rank in range(ranks):
@@ -126,7 +126,7 @@ def test_ranks_leave_the_same_rounds_that_were_launched_ahead(
     by_batch = {**CHAIN, "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0]]}
     with started(workers, models, 2, by_batch) as engine:
         engine.put(*some_requests())
-        assert_same(engine.finish(), plain)
+        assert_same(workers.finish(engine), plain)
     mine, other = ([counts.graphs for _, counts in workers.decoding(rank)] for rank in range(2))
     assert mine == other
     assert sum(mine) == len(mine) + 1
@@ -138,7 +138,7 @@ def test_a_draft_beside_rank_0_has_graphs_of_its_own(
 ) -> None:
     with started(workers, models, 2, CHAIN, "colocated") as engine:
         engine.put(*some_requests())
-        assert_same(engine.finish(), plain)
+        assert_same(workers.finish(engine), plain)
     assert engine.accepted > 0
     graphs = [{budget["graphs"] for k, budget, _ in budgets(workers, rank) if k} for rank in range(2)]
     assert max(graphs[0]) == 2
@@ -152,7 +152,7 @@ def test_prompts_are_one_graph_on_every_rank(
     few = only(4, "greedy", "drawn", forwards=(32,))
     with interpreted_kernels(), few, started(workers, models, ranks, None) as engine:
         engine.put(*some_requests(3))
-        assert_same(engine.finish(), plain)
+        assert_same(workers.finish(engine), plain)
     for rank in range(ranks):
         rounds = workers.of(rank)
         prompts = [counts for plan, counts in rounds if not plan.decodes]
@@ -195,7 +195,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_the_same_graphs_on_all(
         started(workers, models, 2, CHAIN) as engine,
     ):
         engine.put(*some_requests())
-        assert_same(engine.finish(), plain)
+        assert_same(workers.finish(engine), plain)
     mine, other = ([counts.graphs for _, counts in workers.of(rank)] for rank in range(2))
     assert mine == other
     assert set(mine) == ({0} if not after else {0, 1})
