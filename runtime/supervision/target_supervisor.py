@@ -147,6 +147,8 @@ class TargetSupervisor:
         """Record that the serving targets are lost, and which *workers* must be replaced if that is known."""
         if self._loss is None:
             self._loss, self._lost_at = Loss(reason), self._clock()
+        elif workers and not self._loss.gone:
+            self._loss.reason = reason  # what was told before came from ranks that noticed it
         self._loss.gone.update(workers)
         return self._loss
 

@@ -4,7 +4,7 @@ import pytest
 
 from protos.errors import EngineDeadError, TargetLostError
 from protos.messages import WorkerInfo
-from protos.worker_messages import Died, Loaded, Placed, Rejoin, WorkerId
+from protos.worker_messages import Died, GroupLost, Loaded, Placed, Rejoin, WorkerId
 from runtime.supervision.distributed_executor import DistributedExecutor
 from tests.support.distributed.scripted_group import STORE, Clock, ScriptedGroup, make_executor, make_plan
 
@@ -81,3 +81,12 @@ def test_a_rank_that_dies_in_the_next_group_costs_an_attempt() -> None:
             group.post(rank_0, Loaded(WorkerInfo(64, 4, 1000, 97), 1))
             group.post(rank_0, Died("signal SIGSEGV"))
             finish(group, executor)
+
+
+def test_a_loss_names_the_rank_that_is_gone_and_not_one_that_noticed_it() -> None:
+    group, executor = begin()
+    rank_0, rank_1, _ = targets(0, 0, 0)
+    group.post(rank_1, GroupLost("connection closed by peer"))
+    group.post(rank_0, Died("signal SIGKILL"))
+    with pytest.raises(TargetLostError, match=r"^target rank 0 died: signal SIGKILL"):
+        executor.run(make_plan())
