@@ -33,7 +33,7 @@ class Latents:
         latent = attention.kv_lora_rank
         self.shape = LayerShape(1, latent + attention.qk_rope_head_dim, latent, values_in_keys=True)
         sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
-        weight_HXL = _weight(attention).view(-1, sum(sizes), latent)
+        weight_HXL = _expansion(attention).view(-1, sum(sizes), latent)
         self._keys_HDL, self._values_HEL = torch.split(weight_HXL, sizes, 1)
 
     def __call__(self, latent_11TL: torch.Tensor, rotary_11TR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,13 +72,23 @@ def with_latents(model: nn.Module, shapes: Seq[LayerShape]) -> tuple[LayerShape,
     return tuple(found.get(layer, shape) for layer, shape in enumerate(shapes))
 
 
-def _weight(attention: Any) -> torch.Tensor:
-    """Return the weight of the expansion, `[outputs, latent]`; of a quantised one, the values that it stands for."""
-    expansion: nn.Module = attention.kv_b_proj
-    if isinstance(expansion, nn.Linear):
-        return expansion.weight
+def _expansion(attention: Any) -> torch.Tensor:
+    """Return the weight of the expansion, `[outputs, latent]`.
+
+    A quantised one is replaced by a layer with the values that it stands for: it would be held beside them.
+    """
+    if not isinstance(attention.kv_b_proj, nn.Linear):
+        attention.kv_b_proj = _dequantised(attention)
+    weight: torch.Tensor = attention.kv_b_proj.weight
+    return weight
+
+
+@torch.inference_mode()
+def _dequantised(attention: Any) -> nn.Linear:
     norm: torch.Tensor = attention.kv_a_layernorm.weight
-    with torch.inference_mode():
-        unit_LL = torch.eye(attention.kv_lora_rank, dtype=norm.dtype, device=norm.device)
-        weight_LX: torch.Tensor = expansion.forward(unit_LL)
-    return weight_LX.T.contiguous()
+    unit_LL = torch.eye(attention.kv_lora_rank, dtype=norm.dtype, device=norm.device)
+    weight_LX: torch.Tensor = attention.kv_b_proj.forward(unit_LL)
+    latent, outputs = weight_LX.shape
+    layer = nn.Linear(latent, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_LX.T.contiguous(), requires_grad=False)
+    return layer

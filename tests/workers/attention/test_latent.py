@@ -14,6 +14,7 @@ from workers.attention.backend import NAME, run_with
 from workers.attention.kv import KVCache, bytes_per_token
 from workers.attention.latent import Latents, attend_over_latents, with_latents
 from workers.attention.torch import TorchAttention
+from workers.device import weight_bytes
 from workers.model.probe import probe
 from workers.quantization.schemes import SCHEMES
 from workers.weights.quantizing import quantize_module
@@ -58,11 +59,14 @@ def test_logits_are_those_of_expanded_attention(family: str, tmp_path: Path) -> 
 
 
 @torch.inference_mode()
-def test_a_quantised_expansion_is_computed_with_as_the_values_it_stands_for(tmp_path: Path) -> None:
+def test_a_quantised_expansion_is_replaced_by_the_values_it_stands_for(tmp_path: Path) -> None:
     model = made("deepseek_v2", tmp_path)
     quantize_module(model, SCHEMES["int8"], ())
-    expected = model(input_ids=TOKENS).logits
+    attention = model.model.layers[0].self_attn
+    expected, quantised = model(input_ids=TOKENS).logits, weight_bytes(attention.kv_b_proj)
     attend_over_latents(model, CUDA)
+    assert isinstance(attention.kv_b_proj, torch.nn.Linear)
+    assert weight_bytes(attention.kv_b_proj) > quantised
     torch.testing.assert_close(paged(model, 6), expected, rtol=1e-4, atol=1e-4)
 
 
