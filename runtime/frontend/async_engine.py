@@ -34,7 +34,7 @@ from runtime.frontend.client import EngineState, Prompt
 from runtime.frontend.keys import TENANT
 from runtime.frontend.open_streams import OpenStreams
 from runtime.frontend.preparation import Preparation
-from runtime.frontend.stream_queue import DEFAULT_READING_LIMITS, Delta, ReadingLimits, StreamQueue
+from runtime.frontend.stream_queue import DEFAULT_READING_LIMITS, Delta, OpenStream, ReadingLimits, StreamQueue
 from runtime.metrics.prometheus import Metrics
 from runtime.text.preprocessor import Preprocessor
 
@@ -192,18 +192,18 @@ class AsyncEngine:
         finally:
             await stream.aclose()
 
-    async def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
+    def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> OpenStream:
         """See `EngineClient`. Raises `EngineDeadError` if the controller ends first."""
         self.check_open(len(requests), num_prompt_tokens(requests))
-        stream = self._streams.open(_with_tenant(requests))
-        timer = self._start_timer(stream, self._timeout_s if timeout_s is None else timeout_s)
-        try:
-            while stream.open:
-                yield await stream.take()
-        finally:
+        queue = self._streams.open(_with_tenant(requests))
+        timer = self._start_timer(queue, self._timeout_s if timeout_s is None else timeout_s)
+
+        def close() -> None:
             if timer is not None:
                 timer.cancel()
-            self._streams.close(stream)
+            self._streams.close(queue)
+
+        return OpenStream(queue, close)
 
     def _start_timer(self, stream: StreamQueue, timeout_s: float | None) -> asyncio.TimerHandle | None:
         if timeout_s is None:

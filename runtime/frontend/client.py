@@ -1,12 +1,12 @@
 """The engine interface of the HTTP and gRPC frontends, implemented by `runtime.frontend.async_engine.AsyncEngine`."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from protos.messages import Request, WorkerInfo
 from protos.sampling import SamplingParams
 from protos.stats import EngineStats
-from runtime.frontend.stream_queue import Delta
+from runtime.frontend.stream_queue import Deltas
 
 Prompt = Any
 """Text, token ids, a dict of either, or a `runtime.text.prompts.Prompt`."""
@@ -82,12 +82,12 @@ class EngineClient(Protocol):
         """Return the text of *token_ids*, with special tokens. Raises `InvalidRequestError`."""
         ...
 
-    def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
-        """Schedule prepared requests and yield their outputs until all have finished.
+    def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> Deltas:
+        """Schedule prepared requests; return their outputs until all have finished. The caller must close these.
 
         *timeout_s* includes waiting and running; None is the server's limit, if it has one.
 
-        Raises:
+        Raises, or the outputs do:
             DeadlineExceededError: the time is over, or the answer was not read; its requests are aborted.
             EngineStalledError: the controller is silent; its requests are aborted.
             NoRoomError: the cluster has had no room for the lost target group for too long; its requests are aborted.

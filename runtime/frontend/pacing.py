@@ -9,7 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 
-from runtime.frontend.stream_queue import Delta
+from runtime.frontend.stream_queue import Delta, Deltas
 
 SHORTEST_COMMENT = len(b":\n\n")
 
@@ -18,8 +18,8 @@ class Pacing(ABC):
     """Groups the deltas of a stream, and makes a packet of the events of each group."""
 
     @abstractmethod
-    def batches(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[Delta], None]:
-        """Yield all *deltas*, group by group; a group may be empty. Does not close them."""
+    def batches(self, deltas: Deltas) -> AsyncGenerator[list[Delta], None]:
+        """Yield all *deltas*, group by group; a group may be empty. Raises what they raise. Does not close them."""
 
     @abstractmethod
     def packet(self, events: Sequence[bytes]) -> bytes:
@@ -33,7 +33,7 @@ class Pacing(ABC):
 class Unpaced(Pacing):
     """Sends each delta when it arrives."""
 
-    async def batches(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[Delta], None]:
+    async def batches(self, deltas: Deltas) -> AsyncGenerator[list[Delta], None]:
         """See `Pacing`."""
         async for delta in deltas:
             yield [delta]
@@ -60,7 +60,7 @@ class Aggregate(Pacing):
         self._interval_s = interval_s
         self._packet_bytes = packet_bytes
 
-    async def batches(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[Delta], None]:
+    async def batches(self, deltas: Deltas) -> AsyncGenerator[list[Delta], None]:
         """See `Pacing`."""
         loop = asyncio.get_running_loop()
         due = loop.time()
@@ -69,7 +69,7 @@ class Aggregate(Pacing):
             while True:
                 due = max(due + self._interval_s, loop.time())
                 batch: list[Delta] = []
-                while await _done_by(pending, due) and (delta := pending.result()) is not None:
+                while await _done_by(pending, due) and not pending.exception() and (delta := pending.result()):
                     batch.append(delta)
                     pending = asyncio.ensure_future(anext(deltas, None))
                 await asyncio.sleep(due - loop.time())  # the last packet is sent at its time, too

@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -28,6 +28,16 @@ class Delta:
 
     index: int
     output: TokenOutput
+
+
+class Deltas(Protocol):
+    """What a stream brings. Closing it aborts what has not finished."""
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> Delta: ...
+
+    async def aclose(self) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -141,3 +151,34 @@ class StreamQueue:
         if delta.output.finish_reason is not None:
             del self.open[delta.output.request_id]
         return delta
+
+
+class OpenStream:
+    """The `Deltas` of requests that have been sent.
+
+    Args:
+        queue: of their outputs.
+        close: called once the stream is over, failed or closed; perhaps again.
+    """
+
+    def __init__(self, queue: StreamQueue, close: Callable[[], None]) -> None:
+        self._queue, self._close = queue, close
+
+    def __aiter__(self) -> Self:
+        """See `Deltas`."""
+        return self
+
+    async def __anext__(self) -> Delta:
+        """See `Deltas`. Raises the error that the stream was failed with."""
+        if not self._queue.open:
+            self._close()
+            raise StopAsyncIteration
+        try:
+            return await self._queue.take()
+        except BaseException:
+            self._close()
+            raise
+
+    async def aclose(self) -> None:
+        """See `Deltas`."""
+        self._close()

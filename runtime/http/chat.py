@@ -232,7 +232,7 @@ async def prepare_chat(
     with body.structured_as_sent(), use.error_context(), _named_as_sent(body):
         prompt = await context.engine.render_chat(body.messages, params, **options)
         requests = await context.engine.prepare(prompt, fit(params, len(prompt.token_ids)), request_id)
-    return Conversation(request_id, model, context.with_options(requests, body), use)
+    return Conversation(request_id, model, context.with_options(requests, body), use.after(prompt.text or ""))
 
 
 async def chat_job(context: RouteContext, body: ChatCompletionRequest) -> CompletionJob:

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
-from runtime.frontend.admission import num_prompt_tokens
 from runtime.frontend.client import EngineClient
-from runtime.frontend.stream_queue import Delta
+from runtime.frontend.stream_queue import Delta, Deltas
 from runtime.http.context import RouteContext
 from runtime.http.errors import ApiError, as_api_error, error_body
 from runtime.http.job import CompletionJob
@@ -61,18 +60,18 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Closes their source at once when the client disconnects."""
+    """Server-sent events, made of *deltas*. Closes both at once when the client disconnects."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas) -> None:
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events = events
+        self._events, self._deltas = events, deltas
 
-    async def stream_response(self, send: Send) -> None:
-        """Send all events, then close their source."""
-        async with aclosing(self._events):
-            await super().stream_response(send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events, then close their source; it is open even if the client has gone before the first one."""
+        async with aclosing(self._deltas), aclosing(self._events):
+            await super().__call__(scope, receive, send)
 
 
 class EventWriter(ABC):
@@ -129,23 +128,19 @@ def _chunk(body: msgspec.Struct) -> bytes:
 
 
 def respond_in_events(engine: EngineClient, writer: EventWriter) -> Response:
-    """Answer with server-sent events. Raises as `EngineClient.check_open`, before the status is sent."""
-    requests = writer.job.requests
-    engine.check_open(len(requests), num_prompt_tokens(requests))
-    return EventStream(_packets(engine, writer))
+    """Answer with server-sent events. Raises as `EngineClient.stream`, before the status is sent."""
+    deltas = engine.stream(writer.job.requests, writer.job.timeout_s)
+    return EventStream(_packets(deltas, writer), deltas)
 
 
-async def _packets(engine: EngineClient, writer: EventWriter) -> AsyncGenerator[bytes, None]:
+async def _packets(deltas: Deltas, writer: EventWriter) -> AsyncGenerator[bytes, None]:
     """Yield events as tokens arrive, grouped by packet."""
     job = writer.job
     packet = job.pacing.packet
     try:
         if first := writer.begin():
             yield packet(first)
-        async with (
-            aclosing(engine.stream(job.requests, job.timeout_s)) as deltas,
-            aclosing(job.pacing.batches(deltas)) as batches,
-        ):
+        async with aclosing(job.pacing.batches(deltas)) as batches:
             async for batch in batches:
                 if data := packet(writer.add(batch)):
                     yield data

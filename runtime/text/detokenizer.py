@@ -23,6 +23,9 @@ from runtime.text.pieces import (
 if TYPE_CHECKING:
     from protos.messages import Request
 
+CONTINUING = range(0x80, 0xC0)
+"""Bytes of a character in UTF-8 after its first one."""
+
 
 class _TokenBytes(dict[int, bytes]):
     """Maps tokens of a byte-level vocabulary to their bytes; filled on demand."""
@@ -39,19 +42,29 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class _BytePieces:
-    """For byte-level vocabularies: an incremental UTF-8 decoder over the bytes of tokens."""
+    """For byte-level vocabularies: an incremental UTF-8 decoder over the bytes of tokens.
 
-    __slots__ = ("_bytes", "_utf8")
+    A character that *before*, the last tokens of the prompt, begins is whole where the answer continues it.
+    """
 
-    def __init__(self, bytes_by_id: _TokenBytes) -> None:
+    __slots__ = ("_bytes", "_is_prompts", "_utf8")
+
+    def __init__(self, bytes_by_id: _TokenBytes, before: Sequence[int]) -> None:
         self._bytes = bytes_by_id
         self._utf8 = Utf8("replace")
+        self._utf8.decode(b"".join([bytes_by_id[token_id] for token_id in before]))
+        self._is_prompts = bool(self._utf8.getstate()[0])
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._bytes[token_id])
+        data = self._bytes[token_id]
+        if self._is_prompts and data:
+            self._is_prompts = False
+            if data[0] not in CONTINUING:
+                self._utf8.reset()
+        return self._utf8.decode(data)
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", True)
+        return "" if self._is_prompts else self._utf8.decode(b"", True)
 
 
 class Detokenizer:
@@ -166,7 +179,7 @@ class DetokenizerFactory:
 
     def _pieces(self, skip_special: bool, prompt: Sequence[int]) -> PieceDecoder:
         if self._byte_level:
-            return _BytePieces(self._bytes_of(skip_special))
+            return _BytePieces(self._bytes_of(skip_special), prompt[-MAX_INCOMPLETE_BYTES:])
         texts = self._texts_of(skip_special, prompt) if self._joins else None
         if texts is not None:
             others: WindowPieces | JoinedPieces = JoinedPieces(texts)

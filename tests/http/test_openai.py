@@ -5,7 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from protos.errors import OverloadedError
 from protos.messages import Request
 from protos.sampling import SamplingParams
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.frontend.stream_queue import Delta
 from runtime.metrics.prometheus import Metrics
 from runtime.text.tokenizer import load_tokenizer
 from tests.support.models import tiny_models
@@ -221,10 +220,6 @@ class Busy(AsyncEngine):
             self.refusals -= 1
             raise OverloadedError("the server is overloaded", 0.2)
         return await super().prepare(prompt, params, request_id)
-
-    async def stream(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
-        async for delta in super().stream(requests, timeout_s):
-            yield delta
 
 
 def busy_engine() -> Busy:

@@ -212,6 +212,16 @@ def test_a_server_that_was_not_told_to_let_the_model_choose() -> None:
         assert plain.client.chat.completions.create(**without).choices[0].message.content == "Hi."
 
 
+def test_calls_that_are_only_thought_of_where_the_prompt_opens_the_thoughts(hermes: Served) -> None:
+    """As templates of reasoning models do."""
+    text = f"Or {WAIT}? No.</think>\n{HERMES}"
+    sent = asked(text, extra_body={"add_generation_prompt": False})
+    sent["messages"][0]["content"] += " <think>"
+    (choice,) = strict(hermes.client.chat.completions.create(**sent)).choices
+    assert calls_of(choice.message) == [("paint", PAINT)]
+    assert choice.message.content == f"Or {WAIT}? No.</think>"
+
+
 def test_a_template_that_takes_no_tools() -> None:
     bare = tokenizer()
     template, bare.chat_template = bare.chat_template, "{% for m in messages %}{{ m.content }}{% endfor %}"

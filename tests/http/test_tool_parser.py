@@ -31,6 +31,11 @@ def hermes(*bodies: str) -> str:
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
+def thinking() -> HermesReader:
+    """Return a reader for answers to prompts that end with `<think>`."""
+    return HermesReader(is_thinking=True)
+
+
 ODD = '{"text": "a </tool_call> \\" } ] \\\\", "deep": {"a": [1, {"b": null}]}, "n": 1.50, "é": "\\u00e9"}'
 THOUGHT = "<think>Shall I? <t " + hermes(call("f", "{}")) + " Hm. </think>"
 CASES: list[tuple[str, Reader, str, str, Calls]] = [
@@ -54,6 +59,8 @@ CASES: list[tuple[str, Reader, str, str, Calls]] = [
     ("list", HermesReader, hermes(call("f", "[1]")), hermes(call("f", "[1]")), []),
     ("wrong, then right", HermesReader, hermes("{}", call("f", "{}")), "<tool_call>\n{}\n</tool_call>", [("f", "{}")]),
     ("thinking", HermesReader, THOUGHT + "\n\n" + hermes(call("g", "{}")), THOUGHT, [("g", "{}")]),
+    ("thinks already", thinking, THOUGHT[7:] + "\n\n" + hermes(call("g", "{}")), THOUGHT[7:], [("g", "{}")]),
+    ("thinks to its end", thinking, THOUGHT[7:-1], THOUGHT[7:-1], []),
     ("only thinking", HermesReader, THOUGHT + "\n", THOUGHT + "\n", []),
     ("thinking without end", HermesReader, "\n" + THOUGHT[:-1] + "\n", "\n" + THOUGHT[:-1] + "\n", []),
     ("a word on thinking", HermesReader, "a <think> " + hermes(call("g", "{}")), "a <think>", [("g", "{}")]),

@@ -125,12 +125,15 @@ def test_characters_in_single_bytes_follow_a_prompt_of_such(prompt: str, answer:
     assert "".join(pieces) == answer
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE], ids=["byte level", "metaspace"])
 @settings(max_examples=300, deadline=None)
 @given(text=st.text("日é😀\u200d", min_size=1, max_size=8), data=st.data())
-def test_a_character_that_began_in_the_prompt_is_whole_in_the_answer(text: str, data: st.DataObject) -> None:
-    ids = METASPACE.encode(text, add_special_tokens=False).ids
+def test_a_character_that_began_in_the_prompt_is_whole_in_the_answer(
+    tokenizer: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    ids = letters(text) if tokenizer is BYTE_LEVEL else METASPACE.encode(text, add_special_tokens=False).ids
     cut = data.draw(st.integers(1, len(ids) - 1))
-    pieces, _ = stream(make(METASPACE, [METASPACE.token_to_id("b"), *ids[:cut]]), ids[cut:])
+    pieces, _ = stream(make(tokenizer, [tokenizer.token_to_id("b"), *ids[:cut]]), ids[cut:])
     num_whole = len(text.encode()[:cut].decode(errors="ignore"))
     assert "".join(pieces) == text[num_whole:]
 
@@ -139,6 +142,13 @@ def test_a_character_that_began_in_the_prompt_is_whole_in_the_answer(text: str, 
 def test_a_character_that_is_not_continued_is_the_prompts(answer: list[str], shown: str) -> None:
     prompt, ids = ([METASPACE.token_to_id(each) for each in some] for some in (["▁Hello", "<0xE6>"], answer))
     pieces, _ = stream(make(METASPACE, prompt), ids)
+    assert "".join(pieces) == shown
+
+
+@pytest.mark.parametrize(("answer", "shown"), [(" wo!", " wo!"), ("", ""), ("</s>", "")])
+def test_bytes_that_are_not_continued_are_the_prompts(answer: str, shown: str) -> None:
+    ids = [BYTE_LEVEL.token_to_id(answer)] if answer == "</s>" else letters(answer)
+    pieces, _ = stream(make(BYTE_LEVEL, letters("日")[:2]), ids)
     assert "".join(pieces) == shown
 
 

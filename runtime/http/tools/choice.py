@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from protos.errors import ConfigError, InvalidRequestError
 from protos.sampling import SamplingParams, StructuredOutputsParams
 from protos.validation import shown
-from runtime.http.tools.formats import PARSERS, ArrayReader, NamedReader
+from runtime.http.tools.formats import PARSERS, THINK, ArrayReader, NamedReader
 from runtime.http.tools.scanner import CallReader
 
 MAX_TOOLS = 128
@@ -100,18 +100,23 @@ class ToolOptions:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of one request and how they may be called."""
+    """The tools of one request and how they may be called. `is_thinking`: its prompt opens the model's thoughts."""
 
     tools: tuple[Tool, ...] = ()
     mode: Mode = "none"
     name: str = ""
     parser: str = ""
     is_parallel: bool = True
+    is_thinking: bool = False
 
     @property
     def template_options(self) -> dict[str, Any]:
         """The chat template's `tools`; empty if calls are off."""
         return {} if self.mode == "none" else {"tools": [tool.for_template() for tool in self.tools]}
+
+    def after(self, prompt: str) -> "ToolUse":
+        """Return the same for answers to *prompt*, which a template may have ended with `<think>`."""
+        return replace(self, is_thinking=prompt.rstrip().endswith(THINK))
 
     def reader(self) -> CallReader | None:
         """Return a reader of the calls in one answer; None if calls are off."""
@@ -120,7 +125,7 @@ class ToolUse:
         if self.mode == "required":
             return ArrayReader()
         names = {tool.function.name for tool in self.tools}
-        return PARSERS[self.parser](names) if self.mode == "auto" else None
+        return PARSERS[self.parser](names, self.is_thinking) if self.mode == "auto" else None
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """Return *params* with the structured output that enforces the calls.

@@ -17,12 +17,15 @@ class HermesReader(Scanner):
 
     White space next to a call belongs to the call. The tags alone mark it: it may name any function, and arguments may
     be missing. What the model only thinks of, in `<think>...</think>` at the beginning of the answer, is text.
+
+    Args:
+        is_thinking: `<think>` ended the prompt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_thinking: bool = False) -> None:
         super().__init__()
         self._space = ""  # white space that was not returned yet
-        self._state = self._beginning
+        self._state = self._thinking if is_thinking else self._beginning
 
     def _beginning(self) -> bool:
         body = self._held.lstrip()
@@ -207,8 +210,9 @@ def _overlap(text: str, mark: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
-PARSERS: Mapping[str, Callable[[Collection[str]], CallReader]] = {
-    "hermes": lambda _: HermesReader(),
-    "llama3_json": LlamaReader,
+PARSERS: Mapping[str, Callable[[Collection[str], bool], CallReader]] = {
+    "hermes": lambda _, is_thinking: HermesReader(is_thinking=is_thinking),
+    "llama3_json": lambda names, _: LlamaReader(names),
 }
-"""Makes a reader from the names of the functions. The formats have vLLM's names."""
+"""Makes a reader from the names of the functions, and whether the prompt opens the model's thoughts. The formats have
+vLLM's names."""

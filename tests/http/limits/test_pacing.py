@@ -1,14 +1,19 @@
 """Paced streams: packets of one size."""
 
+import asyncio
 import json
 import logging
 import re
+from collections.abc import AsyncGenerator
 
 import numpy as np
 import openai
 import pytest
 
+from protos.errors import DeadlineExceededError
+from protos.messages import TokenOutput
 from runtime.frontend.pacing import Aggregate
+from runtime.frontend.stream_queue import Delta
 from tests.support.serving.fake_engine import expected
 from tests.support.serving.guarded_server import Guarded, guarded
 from tests.support.serving.openai_responses import parsed
@@ -54,6 +59,24 @@ def test_a_paced_message_is_packets_of_one_size() -> None:
     deltas = [event for line in lines if "text" in (event := json.loads(line[6:])).get("delta", {})]
     assert len("".join(event["delta"]["text"] for event in deltas)) > 100
     assert len(deltas) <= len(pieces)  # one per packet, however many steps it has
+
+
+def test_what_came_before_an_error_is_sent_before_it() -> None:
+    deltas = [Delta(0, TokenOutput(str(i), [i])) for i in range(2)]
+
+    async def failing() -> AsyncGenerator[Delta, None]:
+        for delta in deltas:
+            yield delta
+        raise DeadlineExceededError("too late")
+
+    async def check() -> list[Delta]:
+        got: list[Delta] = []
+        with pytest.raises(DeadlineExceededError):
+            async for batch in Aggregate(0.01).batches(failing()):
+                got += batch
+        return got
+
+    assert asyncio.run(check()) == deltas
 
 
 @pytest.mark.full

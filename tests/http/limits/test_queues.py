@@ -2,10 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
+import httpx
 import openai
 import pytest
+from starlette.requests import ClientDisconnect
 
 from protos.errors import (
     DeadlineExceededError,
@@ -16,6 +20,7 @@ from protos.errors import (
 from protos.sampling import SamplingParams
 from runtime.frontend.admission import Admission, QueueLimits
 from runtime.http.options import SafetyOptions
+from runtime.http.responding import EventStream
 from tests.support.processes import wait_until
 from tests.support.serving.fake_engine import expected
 from tests.support.serving.guarded_server import events, guarded, guarded_engine, settled
@@ -93,6 +98,51 @@ def test_a_stream_is_refused_by_its_status() -> None:
             answer = served.post(prompt="x", stream=stream)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
             assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_a_burst_of_streams_is_refused_by_status_too() -> None:
+    """They all arrive before the first one has begun."""
+
+    async def ask(client: httpx.AsyncClient, i: int) -> tuple[int, str]:
+        body = {"model": "fake", "prompt": f"client {i}", "max_tokens": 20, "stream": True}
+        answer = await client.post("/v1/completions", json=body)
+        return answer.status_code, answer.text
+
+    async def check(url: str) -> list[tuple[int, str]]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(32)))
+
+    with guarded(LONG, max_waiting_requests=4) as served:
+        answers = asyncio.run(check(served.url))
+    assert {status for status, _ in answers} == {200, 429}
+    for status, text in answers:
+        assert ('"overloaded"' in text) == (status == 429)
+
+
+def test_a_stream_takes_its_place_at_once_and_leaves_it_unread() -> None:
+    async def check() -> None:
+        engine = guarded_engine(SafetyOptions(max_waiting_requests=1), LONG)
+        await engine.start()
+        first, second = [await engine.prepare("endless", SamplingParams(max_tokens=LONG - 100), name) for name in "ab"]
+        stream = engine.stream(first)
+        with pytest.raises(OverloadedError):
+            engine.stream(second)
+
+        async def no_events() -> AsyncGenerator[bytes, None]:
+            yield b""
+
+        async def gone(*_: object) -> NoReturn:
+            raise OSError
+
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        with pytest.raises(ClientDisconnect):
+            await EventStream(no_events(), stream)(scope, gone, gone)
+        again = engine.stream(second)
+        assert (await anext(again)).output.text
+        await again.aclose()
+        await engine.close()
+
+    asyncio.run(check())
 
 
 # Deadlines
