@@ -31,13 +31,21 @@ class EndedRounds:
     num_tokens: int = field(default=0, kw_only=True)
 
     def end_round(
-        self, rows: Sequence[Row], verdicts: Sequence[Verdict], draft_s: float, seconds: float, lookup_s: float = 0.0
+        self,
+        rows: Sequence[Row],
+        verdicts: Sequence[Verdict],
+        draft_s: float,
+        seconds: float,
+        lookup_s: float = 0.0,
+        *,
+        worker_is_up: bool = True,
     ) -> None:
         """End a round that took *seconds*, of which *draft_s* were spent on drafts and *lookup_s* on looking up."""
         gained = sum([len(verdict.token_ids) for verdict in verdicts])
         self.seconds += seconds
         self.num_tokens += gained
-        self.policy.end_step(FinishedStep(RoundPlan(0, rows), verdicts, gained, draft_s, seconds, lookup_s))
+        plan = RoundPlan(0, rows)
+        self.policy.end_step(FinishedStep(plan, verdicts, gained, draft_s, seconds, lookup_s, worker_is_up))
 
 
 class WorkClock:

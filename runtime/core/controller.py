@@ -147,8 +147,9 @@ class Controller:
         before, self._lookup_s = self._lookup_s, self.scheduler.propose_s
         lookup_s = self._lookup_s - before
         num_tokens = sum([len(output.token_ids) for output in outputs])
-        if self.executor.drafting.is_up:  # otherwise the step shows nothing of drafts
-            self.policy.end_step(FinishedStep(plan, verdicts, num_tokens, draft_s, seconds, lookup_s))
+        is_up = self.executor.drafting.is_up
+        if is_up or self.scheduler.proposers is not None:  # otherwise the step shows nothing of drafts
+            self.policy.end_step(FinishedStep(plan, verdicts, num_tokens, draft_s, seconds, lookup_s, is_up))
 
     def _poll(self, ended: list[TokenOutput]) -> bool:
         """Read the workers' messages, or continue rebuilding lost targets; return whether a step can run."""

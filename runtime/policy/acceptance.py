@@ -123,9 +123,9 @@ class DecodingRow:
     limits: tuple[int, ...]
     acceptances: tuple[RequestAcceptance, ...]
 
-    def only(self, source: int) -> "DecodingRow":
-        """Return the row without draft tokens from other sources."""
-        limits = [limit * (source == each) for each, limit in enumerate(self.limits)]
+    def first(self, num_sources: int) -> "DecodingRow":
+        """Return the row with draft tokens from the first sources only."""
+        limits = [limit * (source < num_sources) for source, limit in enumerate(self.limits)]
         return DecodingRow(tuple(limits), self.acceptances)
 
 
@@ -149,9 +149,14 @@ class DecodingRows:
     """
 
     def __init__(self, limit: int, sources: Sources, *, may_branch: bool) -> None:
-        self.sources = sources
+        self.sources, self._worker_is_up = sources, True
         self._limit, self._may_branch = limit, may_branch
         self._rows: dict[int, DecodingRow] = {}  # by the sequence's key
+
+    def note_worker(self, *, is_up: bool) -> bool:
+        """Let rows have draft tokens from the draft worker if it *is_up*; return whether that is a change."""
+        was_up, self._worker_is_up = self._worker_is_up, is_up
+        return was_up != is_up
 
     def are_newly_predicted(self, running: Seq[Sequence], decided: Container[int]) -> bool:
         """Whether a request of *running* has a prediction, and its key is not among those that were *decided* on."""
@@ -163,7 +168,8 @@ class DecodingRows:
         """Return those of *running* that decode, by the sequence's key."""
         if len(self._rows) > 2 * len(running) + 64:
             self._rows = {one.key: self._rows[one.key] for one in running if one.key in self._rows}
-        return {sequence.key: self._row(sequence) for sequence in running if sequence.is_decoding}
+        rows = {sequence.key: self._row(sequence) for sequence in running if sequence.is_decoding}
+        return rows if self._worker_is_up else {key: row.first(self.sources.worker) for key, row in rows.items()}
 
     def _row(self, sequence: Sequence) -> DecodingRow:
         row = self._rows.get(sequence.key)

@@ -6,7 +6,6 @@ Rounds correct both, and what was predicted from them (`allocation`). While spec
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -51,6 +50,7 @@ class AdaptivePolicy:
         self.limit, self._chosen = limit, Chosen(limit, len(sources))
         self._chooser, self._costs, self._may_branch, self._clock = chooser, costs, may_branch, clock
         self._switch, self._resuming, self._calibration = Switch(), Resuming(), Calibration()
+        self.changes = self._switch.changes
         self._trials, self._exploration = Trials(limit), Exploration(chooser.sizes)
         self._rows = DecodingRows(limit, sources, may_branch=may_branch)
         self._by_slot: dict[int, Asked] = {}  # of this round, and of idle ones after it
@@ -66,11 +66,6 @@ class AdaptivePolicy:
     def current(self) -> int:
         """The largest K of this round."""
         return self._chosen.largest
-
-    @property
-    def changes(self) -> Counter[str]:
-        """Changes between on and off, by reason."""
-        return self._switch.changes
 
     @property
     def predicted_speedup(self) -> float:
@@ -246,7 +241,10 @@ class AdaptivePolicy:
         return sequence.most_drafts(k, may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
-        """See `Policy`."""
+        """See `Policy`. It decides anew where the draft worker is lost, or is back."""
+        if self._rows.note_worker(is_up=step.worker_is_up):
+            self._decide_next()
+            return
         if self._kind is RoundKind.IDLE:
             self._idle.add(step)
             return
@@ -280,10 +278,9 @@ class AdaptivePolicy:
         if not self._warming.is_on:
             record(self._chooser, step, self._by_slot, catching_up)
             self._costs.learn(step, self._by_slot, catches_up=bool(catching_up), deciding_s=self._begin_s)
-        num_known = sum([row.length for row in step.plan.rows])
-        if self.current and self._costs.is_plain_in_doubt(num_known):
+        if self.current and self._costs.is_plain_in_doubt(step.num_known):
             self._exploration.doubt(self._switch.gain)
-        seconds, plain_s = step.seconds - self._begin_s, self._costs.of(num_known).plain()
+        seconds, plain_s = step.seconds - self._begin_s, self._costs.of(step.num_known).plain()
         lost_s = lost_in(step, seconds, plain_s)
         self._first.end_round(lost_s - catch_up_s, plain_s)
         if catching_up and not (self._warming.is_on or any(verdict.proposed for verdict in step.verdicts)):
@@ -294,7 +291,10 @@ class AdaptivePolicy:
                 self._calibration.clear()
 
     def revise(self, costs: StepCosts) -> None:
-        """See `Policy`. The next round is decided anew."""
+        """See `Policy`."""
         self._costs.revise(costs)
+        self._decide_next()
+
+    def _decide_next(self) -> None:
         self._idle.stop()
         self._deciding.advance()

@@ -112,8 +112,8 @@ class BanditPolicy:
         return sequence.most_drafts(self._current, may_branch=self._may_branch)
 
     def end_step(self, step: FinishedStep) -> None:
-        """See `Policy`. Steps with prompt chunks are not counted."""
-        if not self._rounds_left or not step.plan.decodes:
+        """See `Policy`. Steps with prompt chunks are not counted, nor those without the draft worker."""
+        if not self._rounds_left or not step.plan.decodes or not step.worker_is_up:
             return
         if self._rounds_left < PLAY_ROUNDS:
             self._tokens += step.num_tokens

@@ -45,6 +45,7 @@ class FinishedStep:
         draft_s: seconds spent on drafts: proposing, and waiting for them.
         seconds: of the whole step, from planning to committing.
         lookup_s: of *draft_s*, those of proposers in the controller process.
+        worker_is_up: whether the draft worker was; else there were no drafts but those of proposers.
     """
 
     plan: RoundPlan
@@ -53,6 +54,12 @@ class FinishedStep:
     draft_s: float
     seconds: float
     lookup_s: float = 0.0
+    worker_is_up: bool = True
+
+    @property
+    def num_known(self) -> int:
+        """How many tokens it fed, but for draft tokens."""
+        return sum([row.length for row in self.plan.rows])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -96,7 +103,7 @@ class Policy(Protocol):
         ...
 
     def end_step(self, step: FinishedStep) -> None:
-        """Learn from a step."""
+        """Learn from a step. Steps without any source of drafts are not reported, those of an outage of it."""
         ...
 
     def revise(self, costs: StepCosts) -> None:

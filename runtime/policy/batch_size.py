@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 RESUME_STEPS = 16
 WAY_ROUNDS = 32
 """Rounds of which the way of drafts is the median; the threshold is derived again after so many."""
+FORGOTTEN_ROUNDS = 4096
+"""After so many rounds without drafts, their way is taken to be what it was in warm-up, until it is measured again."""
 
 ASSUMED_ACCEPTANCE = 0.7
 """Acceptance rate of a typical trained draft of the same family; the true rate is known only while serving."""
@@ -45,6 +47,11 @@ class BatchSizeSwitch:
         self.limit = limit
         self._calm_steps = 0
         self.is_on = True
+
+    @property
+    def may_turn_on(self) -> bool:
+        """Whether the next step may turn it on."""
+        return not self.is_on and self._calm_steps >= RESUME_STEPS - 1
 
     def update(self, num_decoding: int) -> SpeculationChange | None:
         """Record one step; return the reason if the switch changed."""
@@ -106,6 +113,7 @@ class DraftWay:
         self._costs = costs
         self._way_s: deque[float] = deque(maxlen=WAY_ROUNDS)
         self._until_due = WAY_ROUNDS
+        self._num_unused = 0  # rounds without drafts
 
     def was_not_waited_for(self, k: int, step: FinishedStep) -> bool:
         """Whether target rank 0 went on without late drafts: such a round does not show how long they are under way."""
@@ -114,15 +122,24 @@ class DraftWay:
 
     def observe(self, k: int, num_rows: int, draft_s: float) -> bool:
         """Record a round with *k* draft tokens for each row; return whether the threshold is to be derived again."""
+        self._num_unused = 0
         self._way_s.append(max(0.0, draft_s - k * interpolate(self._costs.draft_s, num_rows)))
         self._until_due -= 1
         is_due = self._until_due == 0
         self._until_due = self._until_due or WAY_ROUNDS
         return is_due
 
+    def forget(self) -> bool:
+        """Record a round without drafts; return whether what was measured is forgotten: nothing would show a change."""
+        self._num_unused += 1
+        is_old = self._num_unused % FORGOTTEN_ROUNDS == 0 and bool(self._way_s)
+        if is_old:
+            self._way_s.clear()
+        return is_old
+
     def costs(self, k: int) -> StepCosts:
         """Return the costs of steps with the way, in equal parts on *k* draft tokens."""
-        way_s = median(self._way_s) / k
+        way_s = median(self._way_s or [0.0]) / k
         return structs.replace(
             self._costs, draft_s={rows: seconds + way_s for rows, seconds in self._costs.draft_s.items()}
         )
@@ -171,7 +188,7 @@ class BatchSizePolicy:
     @property
     def stays_plain(self) -> bool:
         """See `Policy`."""
-        return self._current == 0
+        return self._current == 0 and not self._switch.may_turn_on
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`. Rows still reading their prompt do not count."""
@@ -196,11 +213,15 @@ class BatchSizePolicy:
 
     def end_step(self, step: FinishedStep) -> None:
         """See `Policy`. A derived threshold follows what drafts take on their way."""
-        if self._way is None or not self._current or not step.plan.decodes:
+        if self._way is None or not step.plan.decodes or not step.worker_is_up:
             return
-        if self._way.was_not_waited_for(self._current, step):
+        if not self._current:
+            is_due = self._way.forget()
+        elif self._way.was_not_waited_for(self._current, step):
             return
-        if self._way.observe(self._current, len(step.plan.rows), step.draft_s):
+        else:
+            is_due = self._way.observe(self._current, len(step.plan.rows), step.draft_s)
+        if is_due:
             self._move(self._way.costs(self._limit))
 
     def revise(self, costs: StepCosts) -> None:

@@ -122,7 +122,7 @@ def record(chooser: Chooser, step: FinishedStep, asked: Mapping[int, Asked], cat
 
 def chosen_of_predictions(chooser: Chooser, rows: Seq[DecodingRow], costs: RoundCosts, sources: Sources) -> Ints:
     """Return the draft tokens of all rows from each of the *sources*, `[R, S]`: of requests' predictions only."""
-    predicted = [row.only(PREDICTION) for row in rows] if sources.predicts else []
+    predicted = [row.first(PREDICTION + 1) for row in rows] if sources.predicts else []
     if any(any(row.limits) for row in predicted):
         return chooser.choose(predicted, costs).k_RS
     return np.zeros((len(rows), len(sources)), np.int64)

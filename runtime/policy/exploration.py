@@ -191,7 +191,7 @@ class Hindsight:
         self._look_up, self._limit, self._clock = look_up, limit, clock
         self._chooser, self._rows = chooser, rows
         self._unscored: list[_Unscored] = []
-        self._num_left = 0
+        self._num_left = self._num_looked = 0
         self.promises = False
 
     @property
@@ -211,16 +211,24 @@ class Hindsight:
         if self._num_left >= 0 or self._look_up is None:
             return False
         began = self._clock()
-        idle = [one for one in running if one.is_decoding and not any(chosen.of(one.key))][:MOST_ROWS]
-        rows = self._rows.of(idle)
-        seen = [one for one in self._unscored if one.sequence.key in rows]
-        were_right = [self._learn(one, rows[one.sequence.key]) for one in seen]
+        rows = self._rows.of(running)
+        idle = {one.key: one for one in running if one.key in rows and not any(chosen.of(one.key))}
+        were_right = [self._learn(one, rows[one.sequence.key]) for one in self._unscored if one.sequence.key in idle]
         self.promises = any(were_right)
-        found = zip(idle, self._look_up(idle, self._limit) if idle else [], strict=True)
+        next_ = self._next_of(list(idle.values()))
+        found = zip(next_, self._look_up(next_, self._limit) if next_ else [], strict=True)
         self._unscored = [_Unscored(one, len(one.token_ids), *draft) for one, draft in found if draft is not None]
         spent_s = self._clock() - began
         self._num_left = max(FEWEST_ROUNDS - 1, self._limit - 1, LOOKING.pause(spent_s, round_s))
         return self.promises
+
+    def _next_of(self, idle: list[Sequence]) -> list[Sequence]:
+        """Return those of *idle* for which drafts are looked up now: each in its turn."""
+        if len(idle) <= MOST_ROWS:
+            return idle
+        first = self._num_looked % len(idle)
+        self._num_looked += MOST_ROWS
+        return (idle[first:] + idle[:first])[:MOST_ROWS]
 
     def _learn(self, one: _Unscored, row: "DecodingRow") -> bool:
         """Learn from a draft if the request wants such drafts, and enough tokens came; return whether one was right."""

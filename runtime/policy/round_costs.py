@@ -286,7 +286,7 @@ def describe(step: FinishedStep, asked: Mapping[int, Asked], worker: int, decidi
     k_SR = [asked.get(row.slot, NOT_ASKED).k_S for row in rows]
     wanted = [k_S[worker] for row, k_S in zip(rows, k_SR, strict=True) if row.slot in by_worker and any(k_S[worker:])]
     return Round(
-        num_known=sum([row.length for row in rows]),
+        num_known=step.num_known,
         num_scored=sum([verdict.proposed for verdict in step.verdicts]),
         num_drafting=len(wanted),
         depth=max(wanted, default=0),

@@ -12,10 +12,13 @@ from collections.abc import Sequence as Seq
 from protos.messages import StepCosts
 from runtime.core.sequence import Sequence
 from runtime.policy.base import FinishedStep, Policy
+from runtime.policy.pacing import Warming
 from runtime.policy.round_costs import Round, RoundCostModel
 
 SMOOTHING = 0.05
 """Weight of the newest round in the smoothed tokens and seconds."""
+MOST_SLOW = 2.0
+"""A round counts as no longer than so many smoothed ones: something disturbed it."""
 SLOPE_ROWS = 4
 """What the target takes longer for a draft token is read from the cost of so many for each row."""
 
@@ -29,7 +32,7 @@ class StoppingPolicy:
     """
 
     def __init__(self, inner: Policy, costs: RoundCostModel) -> None:
-        self._inner, self._costs = inner, costs
+        self._inner, self._costs, self._warming = inner, costs, Warming()
         self._tokens = self._seconds = 0.0
         self.least_survival = 0.0
 
@@ -61,6 +64,7 @@ class StoppingPolicy:
     def begin_step(self, running: Seq[Sequence]) -> None:
         """See `Policy`."""
         self._inner.begin_step(running)
+        self._warming.count(drafts=self.current > 0)
         num_rows = sum([sequence.is_decoding for sequence in running])
         if num_rows and self._seconds:
             self.least_survival = self._least(num_rows)
@@ -77,14 +81,16 @@ class StoppingPolicy:
         return self._inner.num_draft_tokens(sequence, source)
 
     def end_step(self, step: FinishedStep) -> None:
-        """See `Policy`."""
+        """See `Policy`. In the first rounds with drafts the draft catches up."""
         self._inner.end_step(step)
+        if self._warming.is_on or not step.worker_is_up:
+            return
         done = _drafted(step)
         self._costs.observe(done)
         if done.depth and done.decodes:
-            weight = SMOOTHING if self._seconds else 1.0
+            weight, most_s = (SMOOTHING, MOST_SLOW * self._seconds) if self._seconds else (1.0, done.seconds)
             self._tokens += weight * (done.num_tokens - self._tokens)
-            self._seconds += weight * (done.seconds - self._seconds)
+            self._seconds += weight * (min(done.seconds, most_s) - self._seconds)
 
     def revise(self, costs: StepCosts) -> None:
         """See `Policy`. What rounds brought is smoothed anew: they took other seconds before."""
@@ -97,7 +103,7 @@ def _drafted(step: FinishedStep) -> Round:
     """Describe a step by the draft tokens that there were, not by those that were asked for."""
     counts = [verdict.proposed for verdict in step.verdicts if verdict.proposed]
     return Round(
-        num_known=sum([row.length for row in step.plan.rows]),
+        num_known=step.num_known,
         num_scored=sum(counts),
         num_drafting=len(counts),
         depth=max(counts, default=0),

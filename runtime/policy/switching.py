@@ -157,9 +157,9 @@ class Trials:
     def start_if_due(self, once_s: float, round_s: float = 0.0, num_rows: int = 1) -> bool:
         """Start a trial of *num_rows*, if enough time was saved for it.
 
-        It is expected to lose *once_s*, and *round_s* in each round, or as much for each row as the last one.
+        It is expected to lose *once_s*, and *round_s* in each round, or as much as the last one, less with fewer rows.
         """
-        needed_s = max(once_s + TRIAL_ROUNDS * round_s, self._usual_s * num_rows / self._num_rows)
+        needed_s = max(once_s + TRIAL_ROUNDS * round_s, self._usual_s * min(1.0, num_rows / self._num_rows))
         if self._pause > 0 or self._saved_s < needed_s:
             return False
         self._saved_s = min(self._saved_s, MOST_SAVED * needed_s)

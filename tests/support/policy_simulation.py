@@ -26,7 +26,7 @@ class Simulation(EndedRounds):
     have a prediction. With more than the draft worker as a source, the drafts of each other source are right at its own
     rate, whatever the row's, and *looked_up* gives this rate and how often such a draft is found. Looking up takes
     *lookup* seconds a row. In rounds in which the draft worker is asked, plan and table are *way* seconds under way. In
-    the share *skipped* of those it is behind, and target rank 0 goes on without drafts.
+    the share *skipped* of those it is behind, and target rank 0 goes on without drafts; while it *is_down*, in all.
     """
 
     target: Seconds
@@ -39,6 +39,7 @@ class Simulation(EndedRounds):
     lookup: float = 0.00002
     way: float = 0.0
     skipped: float = 0.0
+    is_down: bool = False
     unread: int = 0
     seed: int = 0
     ks: list[int] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Simulation(EndedRounds):
         ]
         self.policy.begin_step(sequences)
         self.ks = [self.policy.num_draft_tokens(sequence) for sequence in sequences]
-        is_behind = self.random.random() < self.skipped if self.skipped else False
+        is_behind = self.is_down or (self.random.random() < self.skipped if self.skipped else False)
         drafts = [self._draft(sequence, rate) for sequence, rate in zip(sequences, rates, strict=True)]
         num_read = min(CHUNK, self.unread) if any(k for _, k, _ in drafts) else 0
         self.unread -= num_read
@@ -76,7 +77,7 @@ class Simulation(EndedRounds):
         draft_s = lookup_s + max(worker, default=0) * self.draft(sum(k > 0 for k in worker)) * noise
         draft_s += (self.way if any(worker) else 0.0) + num_read * READ_S
         seconds = draft_s + self.target(len(rows) + sum(verdict.proposed for verdict in verdicts)) * noise
-        self.end_round(rows, verdicts, draft_s, seconds, lookup_s)
+        self.end_round(rows, verdicts, draft_s, seconds, lookup_s, worker_is_up=not self.is_down)
 
     def _most(self, sequence: EngineSequence, source: int) -> int:
         may_draft = source < len(self.sources) and self.sources.may_draft(source, sequence.request)

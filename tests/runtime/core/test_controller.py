@@ -2,9 +2,10 @@
 
 import pytest
 
+from proposers.ngram import NgramProposer
 from protos.config.engine import SpeculativeConfig
 from protos.errors import EngineDeadError
-from protos.interfaces import DraftService
+from protos.interfaces import DraftService, Proposer
 from protos.messages import Abort, RoundPlan, StepCosts, Verdict
 from runtime.core.controller import Controller, LocalInbox
 from runtime.policy.base import FinishedStep
@@ -15,12 +16,14 @@ from tests.support.scheduling import INFO, OFF, fixed_k, make_scheduler
 
 
 class Watched(BatchSizePolicy):
-    """Counts the steps that it is told of."""
+    """Notes of the steps that it is told of whether the draft worker was up."""
 
-    num_steps = 0
+    def __init__(self, config: SpeculativeConfig) -> None:
+        super().__init__(config)
+        self.told: list[bool] = []
 
     def end_step(self, step: FinishedStep) -> None:
-        self.num_steps += 1
+        self.told.append(step.worker_is_up)
 
 
 class Broken(InOneProcess):
@@ -52,16 +55,21 @@ def test_a_dead_executor_ends_every_request_with_an_error() -> None:
     assert controller.scheduler.num_unfinished == 0
 
 
-@pytest.mark.parametrize(("is_up", "told"), [(True, 4), (False, 0)])
-def test_policies_learn_nothing_from_steps_in_which_nothing_could_be_drafted(is_up: bool, told: int) -> None:
+@pytest.mark.parametrize(
+    ("is_up", "proposers", "told"),
+    [(True, [], [True] * 4), (False, [], []), (False, [NgramProposer(1, 2)], [False] * 4)],
+)
+def test_policies_learn_nothing_from_steps_in_which_nothing_could_be_drafted(
+    is_up: bool, proposers: list[Proposer], told: list[bool]
+) -> None:
     inbox, worker = LocalInbox(), FakeWorker(INFO, 8)
     worker.drafting = DraftService(is_up=is_up)
     policy = Watched(SpeculativeConfig(method="any", num_speculative_tokens=2))
-    controller = Controller(make_scheduler(), policy, worker, inbox)
+    controller = Controller(make_scheduler(proposers=proposers), policy, worker, inbox)
     inbox.put([make_request("a", [1, 2], max_tokens=4, speculate=False)])
     while not any(output.finish_reason for output in controller.step()):
         pass
-    assert policy.num_steps == told
+    assert policy.told == told
 
 
 class Swapping(FakeWorker):

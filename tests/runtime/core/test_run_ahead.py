@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from proposers.ngram import NgramProposer
+from protos.interfaces import DraftService, Proposer
 from protos.messages import Grammar, RoundPlan, Sampling, Verdict
 from runtime.core.scheduler import Scheduler
 from runtime.policy.base import NoSpeculation
@@ -122,3 +124,10 @@ def test_rows_that_the_host_samples_do_not_continue(sampling: dict[str, Any]) ->
 def test_rows_with_drafts_do_not_continue() -> None:
     scheduler = started(make_request("a", [1, 2, 3], 9), info=AHEAD)
     assert not scheduler.schedule(fixed_k(2)).continues
+
+
+@pytest.mark.parametrize(("proposers", "ahead"), [([], True), ([NgramProposer(1, 2)], False)])
+def test_rounds_without_the_only_source_of_drafts_continue(proposers: list[Proposer], ahead: bool) -> None:
+    scheduler = started(make_request("a", [1, 2, 3], 9), policy=OFF, info=AHEAD, proposers=proposers)
+    plan = scheduler.schedule(fixed_k(3), DraftService(is_up=False))
+    assert plan.continues == ahead

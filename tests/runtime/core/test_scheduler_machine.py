@@ -1,6 +1,8 @@
 """Random operations on a scheduler, over a worker that checks every KV entry."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from runtime.policy.base import NoSpeculation
 from runtime.policy.batch_size import BatchSizePolicy
 from runtime.text.detokenizer import DetokenizerFactory
 from tests.support.distributed.fake_worker import (
+    EOS,
     VOCAB,
     FakeProposer,
     FakeTreeProposer,
@@ -26,7 +29,16 @@ from tests.support.distributed.fake_worker import (
 )
 
 TOKENIZER = tiny_tokenizer()
+BEGUN, CONTINUED = 6, 7
+"""The two bytes of "é"."""
 STOPS = [(), ("ab",), ("é", "bca"), ("cab ", "b", "xx"), ("ab", "abc")]
+
+
+def decode_after(prompt: Sequence[int], ids: list[int]) -> str:
+    """Return the text of *ids*, with the character that *prompt* began, if they continue it."""
+    first = next((token for token in ids if token != EOS), None)
+    is_whole = prompt[-1] == BEGUN and first == CONTINUED
+    return TOKENIZER.decode([BEGUN, *ids] if is_whole else ids)
 
 
 class Lives(RuleBasedStateMachine):
@@ -171,7 +183,8 @@ class Lives(RuleBasedStateMachine):
         self.check_end(request, self.outputs.pop(output.request_id))
 
     def check_end(self, request: Request, outputs: list[TokenOutput]) -> None:
-        ids, text, reason = reference(request, self.info.max_model_len, TOKENIZER.decode)
+        decode = partial(decode_after, request.prompt_token_ids)
+        ids, text, reason = reference(request, self.info.max_model_len, decode)
         assert [token for output in outputs for token in output.token_ids] == ids
         assert "".join(output.text for output in outputs) == text
         assert [entry.token_ids[0] for output in outputs for entry in output.logprobs or ()] == ids

@@ -4,8 +4,9 @@ import pytest
 
 from protos.config.engine import SpeculativeConfig
 from protos.errors import ConfigError
-from runtime.policy.base import NoSpeculation, Policy
-from runtime.policy.batch_size import BatchSizePolicy
+from protos.messages import RoundPlan, Row, StepCosts, Verdict
+from runtime.policy.base import FinishedStep, NoSpeculation, Policy
+from runtime.policy.batch_size import FORGOTTEN_ROUNDS, WAY_ROUNDS, BatchSizePolicy, with_threshold
 from tests.support.scheduling import decoding
 
 
@@ -50,6 +51,14 @@ def test_a_limit_of_one_comes_back_too() -> None:
     assert series(configured(disable_by_batch_size=1), [1, 2, *[1] * 16]) == [5, *[0] * 16, 5]
 
 
+def test_it_is_foreseen_that_speculation_comes_back() -> None:
+    policy, foreseen = configured(disable_by_batch_size=10), []
+    for size in (11, *[4] * 16):
+        policy.begin_step([decoding(key) for key in range(size)])
+        foreseen.append((policy.stays_plain, policy.current))
+    assert foreseen == [*[(True, 0)] * 15, (False, 0), (False, 5)]
+
+
 def test_table_of_batch_sizes() -> None:
     policy = configured(num_speculative_tokens_per_batch_size=((1, 2, 5), (5, 8, 2), (9, 16, 0)))
     assert series(policy, [0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 1000]) == [5, 5, 5, 5, 5, 2, 2, 0, 0, 0, 0]
@@ -84,3 +93,30 @@ def test_a_switch_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) ->
         "speculation is off: 2 rows decode (batch_size_rose)",
         "speculation is on again: 1 rows decode (batch_size_fell)",
     ]
+
+
+def test_a_way_of_drafts_that_was_long_once_is_measured_again() -> None:
+    """While there are no drafts nothing shows that it is short again."""
+    flat = StepCosts({1: 0.01, 512: 0.012}, {1: 0.001, 64: 0.001})
+    config = SpeculativeConfig(method="any", num_speculative_tokens=4)
+
+    def derive(costs: StepCosts) -> tuple[SpeculativeConfig, str]:
+        return with_threshold(config, costs, 64)
+
+    policy = BatchSizePolicy(derive(flat)[0], derive, flat)
+    plan = RoundPlan(0, [Row(slot, 1, 1, 2, 4) for slot in range(8)])
+    verdicts = [Verdict(slot, (1,), 4) for slot in range(8)]
+
+    def rounds(number: int, way_s: float) -> int:
+        """Return in how many there are drafts."""
+        drafting = 0
+        for _ in range(number):
+            drafting += series(policy, [8]) > [0]
+            draft_s = (0.004 + way_s) * (policy.current > 0)
+            policy.end_step(FinishedStep(plan, verdicts if policy.current else [], 8, draft_s, 0.01 + draft_s))
+        return drafting
+
+    assert rounds(2 * WAY_ROUNDS, 0.05) < 2 * WAY_ROUNDS
+    assert rounds(FORGOTTEN_ROUNDS // 2, 0.0) == 0
+    assert rounds(FORGOTTEN_ROUNDS, 0.0) > FORGOTTEN_ROUNDS // 4
+    assert rounds(100, 0.0) == 100

@@ -117,6 +117,27 @@ def test_rows_that_get_drafts_are_not_looked_up_and_few_of_many_others() -> None
     assert asked == [MOST_ROWS]
 
 
+def test_rows_are_looked_up_in_turn_and_what_is_known_of_others_is_kept() -> None:
+    asked = set[int]()
+
+    def look_up(sequences: Sequence[EngineSequence], limit: int) -> list[tuple[int, Draft] | None]:
+        asked.update(one.key for one in sequences)
+        return [(1, NO_DRAFT)] * len(sequences)
+
+    rows, chooser = DecodingRows(LIMIT, NGRAM, may_branch=False), Recorder(NGRAM)
+    looks = Hindsight(look_up, LIMIT, chooser, rows, lambda: 0.0)
+    running = [decoding(key) for key in range(3 * MOST_ROWS + 5)]
+    rows.of(running)[1].acceptances[1].add(4, 3)
+    for number in range(5 * FEWEST_ROUNDS):
+        looks.look_if_due(running, chosen(0), 0.001)
+        for one in running:
+            grow(one, [number])
+    assert asked == set(range(len(running)))
+    assert len(chooser.seen) == 4 * MOST_ROWS
+    looks.look_if_due(running, chosen(1), 0.001)
+    assert rows.of(running)[1].acceptances[1].accepted == 3
+
+
 def test_without_look_ups_there_is_no_hindsight() -> None:
     looks = hindsight(Recorder(NGRAM), None)
     assert run(looks, decoding(0), range(20)) == []

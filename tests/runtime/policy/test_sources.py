@@ -111,3 +111,30 @@ def test_fewer_tokens_of_a_draft_in_hand_are_verified_where_fewer_pay() -> None:
         asked[target] = simulation.policy.num_draft_tokens(decoding(0), NGRAM)
     assert asked[flat] == LIMIT
     assert 0 < asked[steep] < LIMIT
+
+
+def test_a_cascade_without_its_draft_worker_goes_by_what_look_ups_bring_meanwhile() -> None:
+    """They were right until then, and are wrong now."""
+    simulation = engine(CASCADE)
+    simulation.looked_up = {**NOTHING, NGRAM: (0.95, 0.9)}
+    simulation.run([0.8] * 4, 600)
+    simulation.looked_up, simulation.is_down = {**NOTHING, NGRAM: (0.0, 0.9)}, True
+    simulation.run([0.8] * 4, 300)
+    plain = fixed_rate(0, [0.0] * 4, flat, cheap)
+    assert simulation.run([0.8] * 4, 600) > 0.97 * plain
+    simulation.is_down = False
+    simulation.run([0.8] * 4, 600)
+    assert simulation.run([0.8] * 4, 600) > 1.5 * plain
+
+
+@pytest.mark.parametrize("may_branch", [False, True], ids=["chain", "tree"])
+def test_of_a_draft_worker_that_is_down_nothing_is_learnt(may_branch: bool) -> None:
+    simulation = engine(CASCADE, may_branch=may_branch)
+    simulation.looked_up = {**NOTHING, NGRAM: (0.9, 1.0)}
+    simulation.run([0.8] * 4, 300)
+    policy = simulation.policy
+    assert policy.num_draft_tokens(decoding(0), NGRAM)
+    simulation.is_down = True
+    simulation.run([0.8] * 4, 100)
+    assert policy.num_draft_tokens(decoding(0), NGRAM)
+    assert not policy.num_draft_tokens(decoding(0), WORKER)

@@ -1,7 +1,7 @@
 """A draft on another machine: what the policies make of the time that plans and tables are under way."""
 
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 
@@ -80,6 +80,19 @@ def test_trials_that_change_nothing_become_rarer() -> None:
     shares = [6 * 0.04 / (gap * 0.002) for gap in gaps]
     expected = [TRIAL_SHARE, TRIAL_SHARE / 2, LEAST_TRIAL_SHARE, LEAST_TRIAL_SHARE, TRIAL_SHARE]
     assert shares[:5] == pytest.approx(expected, rel=0.1)
+
+
+def test_what_a_trial_lost_counts_as_much_with_more_rows_and_less_with_fewer() -> None:
+    """The draft's round takes about as long for one row as for thirty. Trials of thirty would never come."""
+    rounds = {}
+    for num_rows in (1, 4, 32):
+        trials = Trials(limit=5)
+        assert trials.start_if_due(0.0, num_rows=4)
+        while trials.is_running:
+            trials.end_round(0.006, 0.004, 0.002)
+        starts = (trials.end_round(0.002) or trials.start_if_due(0.0, num_rows=num_rows) for _ in count())
+        rounds[num_rows] = next(number for number, is_started in enumerate(starts) if is_started)
+    assert rounds[1] < rounds[4] == rounds[32]
 
 
 def test_a_trial_ends_when_no_draft_could_make_up_for_what_it_loses() -> None:

@@ -1,7 +1,9 @@
 """Early stop by costs: the least survival, and the speed that drafts reach which end by it, on a simulated engine."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ def test_a_draft_token_pays_if_it_brings_more_than_the_engine_does_meanwhile() -
     verdicts = [Verdict(slot, (1, 1, 1), 4, (0, 1)) for slot in range(2)]
     for _ in range(50):
         policy.end_step(FinishedStep(plan, verdicts, 6, draft_s=(FIRST_LEVEL + 3) * 0.002, seconds=0.020))
-    policy.begin_step([decoding(0), decoding(1)])
+        policy.begin_step([decoding(0), decoding(1)])
     # A draft step of 2 ms for two rows, at 300 tokens a second; that the target takes longer was not seen.
     assert policy.least_survival == pytest.approx(0.001 * 300, rel=0.05)
 
@@ -81,6 +83,23 @@ class Simulation:
         self.seconds += seconds
         self.tokens += accepted + 1
         self.drafted += k
+
+
+@pytest.mark.parametrize("disturbed", [0, 120])
+def test_the_first_round_with_drafts_and_one_that_was_disturbed_decide_little(disturbed: int) -> None:
+    """In the first one the draft reads the prompt."""
+    simulation = Simulation(None)
+    end, rounds = simulation.policy.end_step, count()
+
+    def longer(step: FinishedStep) -> None:
+        more_s = 0.05 * (next(rounds) == disturbed)
+        end(replace(step, draft_s=step.draft_s + more_s, seconds=step.seconds + more_s))
+
+    with mock.patch.object(simulation.policy, "end_step", longer):
+        simulation.run(200)
+    undisturbed = Simulation(None)
+    undisturbed.run(200)
+    assert simulation.run(1000) > 0.98 * undisturbed.run(1000)
 
 
 def test_what_is_learnt_is_about_as_fast_as_the_best_threshold_and_faster_than_none() -> None:
