@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from proposers.formats.shared.layout import Shapes, refuse
@@ -22,7 +23,7 @@ def model_config(title: str, config: Config, **instead: Any) -> Any:
     kind = str(config.get("model_type", ""))
     try:
         return AutoConfig.for_model(STANDS_FOR.get(kind, kind), **given)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
         refuse(title, f"its config describes no model that can be built: {' '.join(str(error).split())[:200]}")
 
 
@@ -50,7 +51,10 @@ def last_layer_shapes(title: str, config: Config) -> Shapes:
         ModelError: there is no such model, or its layers are not known.
     """
     few = int(config.get("first_k_dense_replace") or 0) + 1
-    short = model_config(title, config, num_hidden_layers=few, layer_types=["full_attention"] * few)
+    instead: dict[str, Any] = {"num_hidden_layers": few, "layer_types": ["full_attention"] * few}
+    if config.get("mlp_layer_types"):  # as newer transformers saves what `first_k_dense_replace` said
+        instead["mlp_layer_types"] = [config["mlp_layer_types"][-1]] * few
+    short = model_config(title, config, **instead)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(short).base_model
     return {name: tuple(tensor.shape) for name, tensor in base.layers[-1].state_dict().items()}

@@ -30,7 +30,8 @@ def describe(model: str, revision: str | None = None, *, cache: str | None = Non
         return Described()
     count, source = _tokens(method, peek)
     block_size = dflash.block_size_of(peek.config) if method == "dflash" and dflash.tokens_of(peek.config) else 0
-    return Described(method, count or None, source, speculators.verifier_of(peek.config), block_size)
+    is_whole = method == "mtp" and not speculators.is_speculators(peek.config) and mtp.is_whole(peek.config)
+    return Described(method, count or None, source, speculators.verifier_of(peek.config), block_size, is_whole)
 
 
 def _lacks_heads(peek: Peek) -> bool:
@@ -44,9 +45,9 @@ def _by_config(config: Config) -> str | None:
     if speculators.is_speculators(config):
         return speculators.method_of(config)
     kinds = [str(kind).lower() for kind in (config.get("model_type"), *_architectures(config))]
-    for unsupported in ("dspark", "dflash2"):
+    for unsupported, reason in UNSUPPORTED.items():
         if any(unsupported in kind for kind in kinds):
-            refuse(unsupported, "this kind of draft is not supported")
+            refuse(unsupported, reason)
     for method, marks, keys in CONFIG_MARKS:
         if any(mark in kind for mark in marks for kind in kinds) or any(config.get(key) for key in keys):
             return method
@@ -59,6 +60,10 @@ def _by_config(config: Config) -> str | None:
     return "pard" if has_mask(config) else None
 
 
+UNSUPPORTED = dict.fromkeys(("dspark", "dflash2"), "this kind of draft is not supported") | dict.fromkeys(
+    ("gemma4_assistant", "gemma4_unified_assistant"),
+    "it drafts from the target's K and V, which is not supported; a small model of the family can draft instead",
+)
 CONFIG_MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("medusa", ("medusa",), ("medusa_num_heads",)),
     ("hydra", ("hydra",), ("hydra_num_heads",)),

@@ -34,6 +34,7 @@ from proposers.formats.shared.values import (
     integer,
     number,
     target_of,
+    text_config,
 )
 
 if TYPE_CHECKING:
@@ -109,14 +110,23 @@ class MtpSpec(Fitted):
 
 def num_heads(config: Config) -> int:
     """Return the number of heads in a config, 0 for none; raises `ModelError` if it is not a number."""
-    plain = speculators.flattened(config)
+    plain = _plain(config)
     default = 1 if plain.get("model_type") == "qwen3_next" else 0
     return integer(FORMAT, plain, *COUNTS, default=default)
 
 
+def is_whole(config: Config) -> bool:
+    """Whether *config* is of a whole model with heads, rather than of heads alone."""
+    return integer(FORMAT, _plain(config), "num_hidden_layers", "n_layer", default=0) > max(1, num_heads(config))
+
+
+def _plain(config: Config) -> Config:
+    return text_config(speculators.flattened(config))
+
+
 def prefixes(config: Config) -> tuple[str, ...]:
     """Return the name prefixes of the heads' tensors in the checkpoint of *config*'s model."""
-    plain = speculators.flattened(config)
+    plain = _plain(config)
     first, count = integer(FORMAT, plain, "num_hidden_layers", "n_layer"), num_heads(config)
     return (*(f"model.layers.{first + i}." for i in range(count)), *PREFIXES.values())
 

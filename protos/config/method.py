@@ -20,6 +20,7 @@ class Described(NamedTuple):
         source: where `num_tokens` stands, for messages.
         verifier: the target it is to be served with, if it names one.
         block_size: positions that it is fed in one forward, whatever the number of draft tokens; 0: as many as needed.
+        is_whole: whether it holds a whole model beside the heads of *method*.
     """
 
     method: str | None = None
@@ -27,6 +28,7 @@ class Described(NamedTuple):
     source: str = ""
     verifier: str | None = None
     block_size: int = 0
+    is_whole: bool = False
 
 
 UNKNOWN = Described()
@@ -88,12 +90,13 @@ def is_import_path(method: str) -> bool:
     return ":" in method
 
 
-def infer(keys: Keys, found: Described) -> Methods:
+def infer(keys: Keys, found: Described, target: str | None = None) -> Methods:
     """Return the method that *keys* name, or else the one implied by n-gram keys, the checkpoint, or a model.
 
     Args:
         keys: of `speculative_config`, normalised.
         found: description of its `model`; for `mtp` without one, of the target.
+        target: the target's Hub id or folder. Another whole model drafts as one, whatever heads it has.
 
     Raises:
         ConfigError: no method is implied, or the checkpoint is for another one, which the message names.
@@ -108,7 +111,8 @@ def infer(keys: Keys, found: Described) -> Methods:
         return "ngram"
     if keys.get("model") is None:
         raise ConfigError("speculative_config needs a method or a draft model, got " + shown(dict(keys)))
-    return _resolved(found.method or "draft_model", keys, found)
+    is_other = found.is_whole and keys["model"] != target
+    return _resolved("draft_model" if is_other or found.method is None else found.method, keys, found)
 
 
 def is_ngram(keys: Keys) -> bool:

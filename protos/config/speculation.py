@@ -103,7 +103,7 @@ def read(
     keys = _chosen_for(keys, detect, target)
     where = checkpoint(keys, *(target or (None, None)))
     found = detect(*where) if where else UNKNOWN
-    method = infer(keys, found)
+    method = infer(keys, found, None if target is None else target[0])
     _check_available(method, methods)
     keys = _with_acceptance_rule(keys)
     _check_draft_tensor_parallel_size(keys)

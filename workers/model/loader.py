@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -46,7 +47,7 @@ DTYPES = {
 }
 
 
-UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError)
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, StrictDataclassError)
 """What `transformers` raises for configs that it cannot read."""
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 """What configs call their context length."""
@@ -172,6 +173,8 @@ def _own_length(described: Mapping[str, Any]) -> int | None:
     names = reversed(LENGTHS) if described.get("model_type") == "cohere" else LENGTHS
     own = next((int(described[key]) for key in names if described.get(key)), None)
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    if own is not None and "linear" in {rope.get("rope_type"), rope.get("type")}:
+        own = max(own, int(described.get("max_sequence_length") or 0))  # Vicuna's; the other length is unscaled
     original = rope.get("original_max_position_embeddings")
     if own is None or not original or "yarn" not in {rope.get("rope_type"), rope.get("type")}:
         return own

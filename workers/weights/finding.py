@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from workers.weights.reader import Checkpoint, StoredWeight
 
 NOT_READ = re.compile(
-    r"rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.(?:attn|attention|self_attn)\.(?:bias|masked_bias)|(?:^|[._])(?:k|v|q|prob_output|kv_cache)_scale"
+    r"rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.(?:attn|attention|self_attn)\.(?:bias|masked_bias)|(?:^|[._])(?:k|v|q|kv|prob_output|kv_cache)_scale"
     r"|input_scale|activation_scale|input_zero_point|output_scale|\.(?:k|v|q)_zero_point"
 )
 """In decoder layers: rotary frequencies and causal masks, which are computed; scales of activations and KV cache."""

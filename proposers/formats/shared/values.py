@@ -27,6 +27,12 @@ class TargetDims:
     max_model_len: int
 
 
+def text_config(config: Config) -> Config:
+    """Return the config of the language model, with what stands beside it, of a multimodal one; else *config*."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else config
+
+
 def target_of(config: Config) -> TargetDims:
     """Return the dimensions of a target; raises `ModelError` if its config does not state them."""
     return TargetDims(

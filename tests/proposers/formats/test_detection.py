@@ -9,14 +9,16 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub.errors import NotASafetensorsRepoError
+from safetensors.torch import load_file, save_file
 
 from proposers.formats import detect
 from proposers.formats.shared import peek
 from protos.config.method import Described
 from protos.errors import ConfigError, ModelError
 from tests.support.checkpoint_arguments import parse, speculative
-from tests.support.models import synthetic, synthetic_layers, tiny_models
+from tests.support.models import synthetic, synthetic_layers, tiny_models, wrapped
 from tests.support.models.synthetic import Synthetic
 
 ROOT = Path(__file__).parents[3]
@@ -101,7 +103,36 @@ def test_what_has_no_weights_is_judged_by_what_there_is(
     assert detect.describe(name).method == method
 
 
-@pytest.mark.parametrize("config", [{"architectures": ["DSparkDraftModel"]}, {"speculators_model_type": "dflash2"}])
+def test_heads_within_a_multimodal_target_are_found_and_another_whole_model_is_a_draft(tmp_path: Path) -> None:
+    target = wrapped.build("qwen3_5", tmp_path / "target", mtp_num_hidden_layers=1)
+    tensors = load_file(target / "model.safetensors")
+    last = "model.language_model.layers.1."
+    heads = {name.replace(last, "mtp.layers.0."): tensors[name].clone() for name in tensors if name.startswith(last)}
+    heads["mtp.fc.weight"] = torch.ones(32, 64)
+    save_file({**tensors, **heads}, target / "model.safetensors", {"format": "pt"})
+    assert detect.describe(str(target))[:3] == ("mtp", 1, "the number of heads")
+    for keys, method, model in (
+        ({"method": "mtp"}, "mtp", None),
+        ({"model": str(target)}, "mtp", None),
+        ({"model": str(target), "method": "draft_model"}, "draft_model", str(target)),
+    ):
+        found = parse(model=str(target), speculative_config=keys).speculative
+        assert found is not None
+        assert (found.method, found.model) == (method, model)
+    other = tiny_models.build("llama", tmp_path / "other")
+    beside = parse(model=str(other), speculative_config={"model": str(target), "num_speculative_tokens": 2}).speculative
+    assert beside is not None
+    assert beside.method == "draft_model"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["DSparkDraftModel"]},
+        {"speculators_model_type": "dflash2"},
+        {"model_type": "gemma4_assistant"},
+    ],
+)
 def test_kinds_that_are_not_available_are_refused_by_name(tmp_path: Path, config: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="not supported"):

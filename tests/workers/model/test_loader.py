@@ -1,5 +1,6 @@
 """Loading checkpoints, and errors that name the model and the reason."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,21 @@ def test_context_length(llama: Path) -> None:
     assert load(ModelConfig(model=str(llama), max_model_len=100)).max_model_len == 100
     assert "max_model_len is 300, but" in (message := refusal(llama, max_model_len=300))
     assert "made for 256 positions" in message
+
+
+def test_context_length_of_vicuna_16k(llama: Path) -> None:
+    """What the rotary scaling makes of it stands beside it."""
+    described = json.loads((llama / "config.json").read_text())
+    del described["rope_parameters"]
+    scaled = {**described, "rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 1024}
+    assert loader.context_length(scaled, ModelConfig(model="any")) == 1024
+    assert loader.context_length({**described, "max_sequence_length": 1024}, ModelConfig(model="any")) == 256
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "64"}, {"layer_types": ["full_attention"] * 9}])
+def test_a_config_that_transformers_refuses(llama: Path, wrong: dict[str, Any]) -> None:
+    edit(llama, **wrong)
+    assert "cannot be loaded" in refusal(llama)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests behaviour without CUDA")

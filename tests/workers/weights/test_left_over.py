@@ -21,6 +21,7 @@ BESIDE = (
     "model.layers.0.self_attn.rotary_emb.inv_freq",
     "model.layers.0.self_attn.rotary_emb.cos_cached",
     "model.layers.0.mlp.down_proj.activation_scale",
+    "model.layers.0.self_attn.kv_scale",
 )
 REFUSED = f"has 1 tensors in its decoder layers that model_type 'llama' does not have, the first is {BIAS}"
 READERS = pytest.mark.parametrize("quantization", [None, "int8"], ids=["transformers", "own"])

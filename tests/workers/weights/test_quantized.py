@@ -20,6 +20,7 @@ from tests.support.models.quantized_layers import values_of
 from tests.support.models.tiny_models import build
 from workers.model.loader import load
 from workers.weights.described import read_described
+from workers.weights.quantized.formats import format_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,6 +167,21 @@ def test_the_note_counts_experts(name: str, kept: int, tmp_path: Path) -> None:
     assert any(f"linear layers and the experts of {kept} of {layers} layers stay so" in note for note in notes)
 
 
+FOUR = {"bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quant_method": "intel/auto-round"},
+        {"quant_method": "auto-round", "backend": "auto_round:gptq:exllamav2"},
+        {"quant_method": "gptq", "checkpoint_format": "gptq", "dynamic": {"-:.*lm_head": {}}},
+    ],
+)
+def test_other_names_of_gptqs_packing(changes: dict[str, Any]) -> None:
+    assert format_of({**FOUR, **changes}) == format_of({**FOUR, "quant_method": "gptq"})
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -177,6 +193,19 @@ def test_the_note_counts_experts(name: str, kept: int, tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv', but only 4 and 'gemm'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', but only 'FP8'"),
         ({"quant_method": "gptq", "bits": 4}, "cannot be read: 'group_size' is missing"),
+        (
+            {"quant_method": "gptq", **FOUR, "checkpoint_format": "marlin"},
+            "checkpoint_format is 'marlin', but only 'gptq'",
+        ),
+        (
+            {"quant_method": "gptq", **FOUR, "dynamic": {"-:.*gate.*": {}, r"+:.*\.v_proj": {"bits": 8}}},
+            r"dynamic\['.*v_proj'\] has \{'bits': 8\}, but all quantised layers",
+        ),
+        (
+            {"quant_method": "intel/auto-round", **FOUR, "backend": "auto_round:exllamav2"},
+            "packing_format 'auto_round:exllamav2' is not supported",
+        ),
+        (FOUR, r"its weights are quantised \(mlx\)"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
             "sparse format 'sparse-24-bitmask'",

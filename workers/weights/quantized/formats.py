@@ -12,6 +12,8 @@ from workers.weights.quantized.gptq import Gptq
 from workers.weights.quantized.stored import QuantizedFormat
 
 Described = Mapping[str, Any]
+OLD_AUTO_GPTQ = ("auto_round:gptq", "auto_round:gptq:exllamav2", "auto_round:auto_gptq:exllamav2")
+"""What AutoRound called the packing `auto_round:auto_gptq` with kernels in 2024."""
 UNQUANTIZED_BITS = 16
 """Layers of so many bits are not quantised."""
 
@@ -24,7 +26,7 @@ def format_of(described: Described | None) -> QuantizedFormat | None:
     """
     if not described:
         return None
-    method = str(described.get("quant_method", "unknown"))
+    method = str(described.get("quant_method") or ("mlx" if _is_mlx(described) else "unknown"))
     reader = READERS.get(method)
     if reader is None:
         raise ModelError(f"its weights are quantised ({method}); supported are {', '.join(sorted(READERS))}")
@@ -33,6 +35,11 @@ def format_of(described: Described | None) -> QuantizedFormat | None:
     except (ValueError, TypeError, KeyError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
         raise ModelError(f"its quantization_config ({method}) cannot be read: {reason}") from error
+
+
+def _is_mlx(described: Described) -> bool:
+    """Whether it is of a checkpoint for MLX, which names no method."""
+    return {"group_size", "bits"} <= described.keys()
 
 
 def _fp8(described: Described) -> QuantizedFormat:
@@ -54,8 +61,19 @@ def _gptq(described: Described) -> QuantizedFormat:
     bits = int(described["bits"])
     if bits not in {2, 4, 8}:
         raise ValueError(f"bits is {bits}, but only 2, 4 and 8 are supported")
-    is_second = described.get("checkpoint_format", "gptq") == "gptq_v2"
-    return Gptq(bits, int(described["group_size"]), zero_shift=0 if is_second else 1)
+    layout = described.get("checkpoint_format") or "gptq"
+    if layout not in {"gptq", "gptq_v2"}:
+        raise ValueError(f"checkpoint_format is {layout!r}, but only 'gptq' and 'gptq_v2' are supported")
+    for name, own in (described.get("dynamic") or {}).items():
+        _check_same(f"dynamic[{name!r}]", own or {}, described)
+    return Gptq(bits, int(described["group_size"]), zero_shift=0 if layout == "gptq_v2" else 1)
+
+
+def _check_same(where: str, own: Described, described: Described) -> None:
+    """Raise `ValueError` if some layers are quantised in another way; a few that are not quantised at all are fine."""
+    others = {key: own[key] for key in ("bits", "group_size") if own.get(key, described[key]) != described[key]}
+    if others and int(own.get("bits", described["bits"])) < UNQUANTIZED_BITS:
+        raise ValueError(f"{where} has {others}, but all quantised layers must have the same")
 
 
 def _awq(described: Described) -> QuantizedFormat:
@@ -71,10 +89,8 @@ def _auto_round(described: Described) -> QuantizedFormat:
     """AutoRound's own checkpoints are packed as GPTQ's or AWQ's are."""
     packing = str(described.get("packing_format") or described.get("backend") or "auto_round:auto_gptq")
     for name, own in (described.get("extra_config") or {}).items():
-        others = {key: own[key] for key in ("bits", "group_size") if own.get(key, described[key]) != described[key]}
-        if others and int(own.get("bits", described["bits"])) < UNQUANTIZED_BITS:
-            raise ValueError(f"extra_config[{name!r}] has {others}, but all quantised layers must have the same")
-    if packing == "auto_round:auto_gptq":
+        _check_same(f"extra_config[{name!r}]", own, described)
+    if packing in {"auto_round:auto_gptq", *OLD_AUTO_GPTQ}:
         return _gptq(described)
     if packing in {"auto_round", "auto_round:gptqmodel"}:
         return _gptq({**described, "checkpoint_format": "gptq_v2"})
@@ -107,6 +123,7 @@ READERS: Mapping[str, Callable[[Described], QuantizedFormat]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }
