@@ -63,6 +63,8 @@ def changing_worlds() -> Iterator[World]:
             speeds = [WorldPhase(8, TEXTS[text], 1000, slowness) for slowness in (1.0, 1.6, 1.0)]
             yield World(f"{machine}, 8 rows, {text}, throttled", costs, speeds)
         yield World(f"{machine}, 8 rows, never right, from the start", costs, (WorldPhase(8, NEVER, 2000),))
+        wrong, right = WorldPhase(1, NEVER, 3000, is_counted=False), WorldPhase(32, PREDICTABLE, 4000)
+        yield World(f"{machine}, 32 rows, predictable after 1 row never right", costs, (wrong, right))
 
 
 def disturbed_worlds() -> Iterator[World]:

@@ -29,6 +29,8 @@ MOST_LOST = 2.0
 """A round of a trial that lost more plain rounds, and more than so many times what the median lost, was disturbed."""
 TRIAL_PAUSE = 16
 """Rounds after a trial before the next one: what it showed is used first."""
+OTHER_TRIAL = 4
+"""What trials showed says little of so many times more rows, or fewer."""
 MOST_SAVED = 10
 """Trials for which time is saved at most."""
 FIRST_ROUNDS, FIRST_PLAIN = 48, 6
@@ -159,6 +161,8 @@ class Trials:
 
         It is expected to lose *once_s*, and *round_s* in each round, or as much as the last one, less with fewer rows.
         """
+        if max(num_rows, self._num_rows) >= OTHER_TRIAL * min(num_rows, self._num_rows):
+            self.restore_share()
         needed_s = max(once_s + TRIAL_ROUNDS * round_s, self._usual_s * min(1.0, num_rows / self._num_rows))
         if self._pause > 0 or self._saved_s < needed_s:
             return False
@@ -168,7 +172,7 @@ class Trials:
         return True
 
     def restore_share(self) -> None:
-        """Let the next trials take as much of the time as the first did: draft tokens pay, or just stopped."""
+        """Let the next trials take as much of the time as the first did: draft tokens pay, or just did, or may now."""
         self._share = TRIAL_SHARE
 
     def _halve_share(self) -> None:

@@ -85,14 +85,31 @@ def test_trials_that_change_nothing_become_rarer() -> None:
 def test_what_a_trial_lost_counts_as_much_with_more_rows_and_less_with_fewer() -> None:
     """The draft's round takes about as long for one row as for thirty. Trials of thirty would never come."""
     rounds = {}
-    for num_rows in (1, 4, 32):
+    for num_rows in (2, 4, 12):
         trials = Trials(limit=5)
         assert trials.start_if_due(0.0, num_rows=4)
         while trials.is_running:
             trials.end_round(0.006, 0.004, 0.002)
         starts = (trials.end_round(0.002) or trials.start_if_due(0.0, num_rows=num_rows) for _ in count())
         rounds[num_rows] = next(number for number, is_started in enumerate(starts) if is_started)
-    assert rounds[1] < rounds[4] == rounds[32]
+    assert rounds[2] < rounds[4] == rounds[12]
+
+
+def test_trials_take_more_of_the_time_again_with_many_more_rows_or_fewer() -> None:
+    shares = {}
+    for num_rows in (8, 20, 32, 2):
+        trials = Trials(limit=5)
+        for _ in range(3):
+            while not trials.start_if_due(0.0, num_rows=8):
+                trials.end_round(0.002)
+            while trials.is_running:
+                trials.end_round(0.006, 0.004, 0.002)
+        trials.start_if_due(1.0, num_rows=num_rows)
+        before = trials._saved_s
+        trials.end_round(0.002)
+        shares[num_rows] = (trials._saved_s - before) / 0.002
+    least, most = pytest.approx(LEAST_TRIAL_SHARE), pytest.approx(TRIAL_SHARE)
+    assert shares == {8: least, 20: least, 32: most, 2: most}
 
 
 def test_a_trial_ends_when_no_draft_could_make_up_for_what_it_loses() -> None:
@@ -195,7 +212,7 @@ def test_a_threshold_of_the_user_stays() -> None:
     assert serve(policy, 12, 0.04) == 5
 
 
-@pytest.mark.parametrize(("num_rows", "share"), [(64, 1.0), (1, 1 / 64)])
+@pytest.mark.parametrize(("num_rows", "share"), [(64, 1.0), (20, 20 / 64)])
 def test_what_a_trial_lost_is_expected_for_each_row(num_rows: int, share: float) -> None:
     trials = Trials(limit=5)
     assert trials.start_if_due(0.0, num_rows=64)
