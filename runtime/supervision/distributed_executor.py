@@ -139,6 +139,7 @@ class DistributedExecutor:
         """See `Executor`."""
         if not self._targets.may_restart():
             self._read_messages(for_s)
+            self._targets.check_room()
             return None
         startup = self._targets.startup or self._restart_targets()
         self._read_messages(for_s, startup.waits_for)
@@ -185,7 +186,7 @@ class DistributedExecutor:
     def _make_draft_startup(self, worker: WorkerId) -> GroupStartup:
         """Return the startup of a draft that replaces another."""
         self._devices.release([WorkerId("draft", 0, worker.incarnation - 1)])
-        return GroupStartup(self._group, (worker,), self._setup, self._devices, self._sizing.reuse)
+        return GroupStartup(self._group, (worker,), self._setup, self._devices, self._sizing.for_draft)
 
     def _restart_targets(self) -> GroupStartup:
         self._done = None

@@ -72,15 +72,11 @@ class KVSizing:
 
     def reuse(self, loaded: Mapping[WorkerId, Loaded]) -> Allocate:
         """Return the same number for replacements. Raises `EngineDeadError` if one has too little memory."""
-        if self._allocate is None:
-            raise EngineDeadError("a worker was replaced before the first one was ready")
-        for worker, each in loaded.items():
-            if each.info.num_blocks < MIN_SHARE * self._allocate.num_blocks:
-                raise EngineDeadError(
-                    f"{worker} has memory for {each.info.num_blocks} KV blocks, and "
-                    f"{self._allocate.num_blocks} are in use: other processes took the rest"
-                )
-        return self._allocate
+        return _held(self._allocate, loaded)
+
+    def for_draft(self, loaded: Mapping[WorkerId, Loaded]) -> Allocate:
+        """Return the first number for a draft, as `reuse`: the target group may have as many again."""
+        return _held(self._first, loaded)
 
     @property
     def info(self) -> WorkerInfo:
@@ -93,6 +89,19 @@ class KVSizing:
     def summary(self) -> str:
         """A line for the user."""
         return kv_summary(self.info)
+
+
+def _held(allocate: Allocate | None, loaded: Mapping[WorkerId, Loaded]) -> Allocate:
+    """Return *allocate* if all that are *loaded* have memory for it."""
+    if allocate is None:
+        raise EngineDeadError("a worker was replaced before the first one was ready")
+    for worker, each in loaded.items():
+        if each.info.num_blocks < MIN_SHARE * allocate.num_blocks:
+            raise EngineDeadError(
+                f"{worker} has memory for {each.info.num_blocks} KV blocks, and {allocate.num_blocks} are in use: "
+                "other processes took the rest"
+            )
+    return allocate
 
 
 def _fewest_states(targets: list[Loaded], *limits: int) -> int | None:

@@ -5,6 +5,7 @@ if that fails, all ranks are started again.
 """
 
 import logging
+import math
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -78,6 +79,7 @@ class TargetSupervisor:
         self._lost_at = 0.0
         self._serving: GroupStartup | None = None  # the startup of the group that serves, or served last
         self._rejoin_by = 0.0
+        self._fewer_since = -math.inf  # when a group of fewer ranks was started last
         self._rebuilds = RebuildCount(clock)
         self._num_rounds = 0
         self._served_since = 0.0
@@ -187,11 +189,7 @@ class TargetSupervisor:
             self._report(f"{worker} is heard again after {self._clock() - self._lost_at:.0f} s")
 
     def may_restart(self) -> bool:
-        """Whether it is known which ranks are gone, or it is too late to wait for that.
-
-        Raises:
-            NoRoomError: see `check_progress`.
-        """
+        """Whether it is known which ranks are gone, or it is too late to wait for that."""
         loss, waited_s = self._loss, self._clock() - self._lost_at
         if loss is None or not self._rebuilds.is_due:
             return self._rebuilds.is_due
@@ -199,8 +197,11 @@ class TargetSupervisor:
             loss.gone |= loss.away
         if loss.gone:
             return True
-        self._room.check()
         return not loss.away and (loss.has_returned or waited_s > FOUND_S)
+
+    def check_room(self) -> None:
+        """Raise `NoRoomError` if lost ranks have had no process, or were not heard, for too long."""
+        self._room.check()
 
     def check_in_round(self) -> None:
         """As `check`, once it is known whether the round took too much memory, which does not count as a loss."""
@@ -278,7 +279,7 @@ class TargetSupervisor:
             return
         self._rejoin_by = now + REJOIN_S
         self._watchdog.mark_active("target")  # those that were placed wait for the others
-        if self._room.lacking_s > FEWER_AFTER_S:
+        if min(self._room.lacking_s, now - self._fewer_since) > FEWER_AFTER_S:
             self._take_fewer(startup)
         self._room.check()
 
@@ -288,6 +289,7 @@ class TargetSupervisor:
         ranks = None if self._least_ranks is None else self._sizing.fewer_ranks(most, self._least_ranks)
         if ranks is None:
             return
+        self._fewer_since = self._clock()
         self._report(f"no room for {self.lacks}: starting the target group over {ranks} of {self._all_ranks} ranks")
         self._replace(startup.workers, ranks, None)
 

@@ -1,5 +1,7 @@
 """Target ranks on a machine from which nothing comes: waited for, and replaced only after a while; scripted workers."""
 
+import contextlib
+
 import pytest
 
 from protos.errors import NoRoomError, TargetLostError
@@ -11,12 +13,12 @@ from tests.support.distributed.scripted_group import ONE, STORE, Clock, Scripted
 RANK_1 = WorkerId("target", 1)
 
 
-def cut_off(machine: str = "controller") -> tuple[ScriptedGroup, DistributedExecutor, Clock]:
+def cut_off(machine: str = "controller", **parallel: float) -> tuple[ScriptedGroup, DistributedExecutor, Clock]:
     """Return an engine whose rank 1, alone on the machine "far", has just been missed."""
     clock = Clock()
     group = ScriptedGroup(clock)
     group.nodes = {0: "near", 1: "far"}
-    executor = make_executor(group, clock, world=2, draft=False, machine=machine)
+    executor = make_executor(group, clock, world=2, draft=False, machine=machine, **parallel)
     executor.start()
     group.mute = {RANK_1}
     group.sent.clear()
@@ -86,3 +88,24 @@ def test_the_wait_for_room_begins_when_the_machine_was_missed() -> None:
     while not executor.rebuild(0.1):
         pass
     assert executor.lacks == ""
+
+
+def test_a_machine_that_comes_back_after_the_limit_is_heard() -> None:
+    """While requests are refused, messages are read as before, without a busy loop."""
+    group, executor, clock = cut_off(rebuild_timeout_s=5.0)
+    refused_at = 0.0
+    while clock.now < 112.0:
+        began = clock.now
+        try:
+            assert not executor.rebuild(0.1)
+        except NoRoomError:
+            refused_at = refused_at or clock.now
+        assert clock.now > began
+    assert 105 < refused_at < 109
+    group.mute.clear()
+    for _ in range(20):
+        with contextlib.suppress(NoRoomError):
+            if executor.rebuild(0.1):
+                break
+    assert not group.killed
+    assert [verdict.token_ids for verdict in executor.run(make_plan(1))] == [[1]]

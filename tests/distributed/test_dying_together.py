@@ -90,3 +90,28 @@ def test_a_loss_names_the_rank_that_is_gone_and_not_one_that_noticed_it() -> Non
     group.post(rank_0, Died("signal SIGKILL"))
     with pytest.raises(TargetLostError, match=r"^target rank 0 died: signal SIGKILL"):
         executor.run(make_plan())
+
+
+def test_a_group_that_is_started_over_fewer_ranks_is_not_made_smaller_while_it_starts() -> None:
+    """Its processes start one after the other."""
+    clock = Clock()
+    group = ScriptedGroup(clock)
+    group.splits = (1, 2, 4)
+    executor = make_executor(group, clock, world=4, draft=False, min_tensor_parallel_size=1)
+    executor.start()
+    fewer = targets(1, 1)
+    group.homeless = {WorkerId("target", 3, 1), *fewer}
+    group.post(WorkerId("target", 3), Died("its node has died"))
+    with pytest.raises(TargetLostError):
+        executor.poll()
+    while group.started[-2:] != [*fewer]:
+        assert not executor.rebuild(0.1)
+        assert clock.now < 130
+    group.homeless.remove(fewer[0])
+    group.post(fewer[0], Placed("h", "node", 1, (), STORE))
+    assert not any(executor.rebuild(0.1) for _ in range(5))
+    group.homeless.remove(fewer[1])
+    group.post(fewer[1], Placed("h", "node", 1, (), STORE))
+    assert any(executor.rebuild(0.1) for _ in range(5))
+    assert group.started[-2:] == [*fewer]
+    assert executor.run(make_plan(1))

@@ -258,6 +258,7 @@ def test_a_group_of_fewer_ranks_may_hold_fewer_blocks_and_one_of_all_as_many_as_
     sizing = KVSizing()
     sizing.decide(found(1000))
     assert sizing.refit(found(400)).num_blocks == sizing.info.num_blocks == 400
+    assert sizing.for_draft({DRAFT: Loaded(WorkerInfo(1000, 4, 100, 97), 1)}).num_blocks == 1000, "all ranks may return"
     assert sizing.refit(found(2000)).num_blocks == 1000, "the draft has no more"
     with pytest.raises(EngineDeadError, match="memory for 24 KV blocks, and a sequence of 100 tokens takes 25"):
         sizing.refit(found(24))

@@ -131,3 +131,4 @@ def test_rounds_without_the_only_source_of_drafts_continue(proposers: list[Propo
     scheduler = started(make_request("a", [1, 2, 3], 9), policy=OFF, info=AHEAD, proposers=proposers)
     plan = scheduler.schedule(fixed_k(3), DraftService(is_up=False))
     assert plan.continues == ahead
+    assert plan.speculates != ahead, "else the round that was begun ahead is of no use"

@@ -1,6 +1,7 @@
 """A worker group whose workers answer as the test says, and a clock that the test moves."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from protos.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SpeculativeConfig
 from protos.messages import RoundPlan, Row, Verdict, WorkerInfo
@@ -49,6 +50,7 @@ class ScriptedGroup:
         self.mute: set[WorkerId] = set()
         self.homeless: set[WorkerId] = set()
         self.nodes: dict[int, str] = {}
+        self.splits: tuple[int, ...] = ()
         self.is_closed = False
 
     def post(self, worker: WorkerId, message: FromWorker) -> None:
@@ -66,7 +68,7 @@ class ScriptedGroup:
             return
         if isinstance(message, Setup | Rejoin):
             info = WorkerInfo(self.blocks.get(worker.role, 64), 4, 1000, 97)
-            self.post(worker, Loaded(info, 1))
+            self.post(worker, Loaded(info, 1, 10**9, 1, self.splits))
         elif isinstance(message, Allocate):
             self.post(worker, WorkerReady({1: 0.001}))
         elif isinstance(message, FormDraftChannel):
@@ -93,14 +95,14 @@ class ScriptedGroup:
 
 
 def make_executor(
-    group: ScriptedGroup, clock: Clock, world: int = 1, *, draft: bool = True, machine: str = ""
+    group: ScriptedGroup, clock: Clock, world: int = 1, *, draft: bool = True, machine: str = "", **parallel: Any
 ) -> DistributedExecutor:
     speculative = SpeculativeConfig("draft_model", 3, model="d", placement="dedicated") if draft else None
     config = EngineConfig(
         ModelConfig("m", enforce_eager=True),
         CacheConfig(block_size=4),
         speculative=speculative,
-        parallel=ParallelConfig(tensor_parallel_size=world, executor="ray"),
+        parallel=ParallelConfig(tensor_parallel_size=world, executor="ray", **parallel),
     )
     return DistributedExecutor(group, config, lambda line: None, clock, machine=machine)
 
