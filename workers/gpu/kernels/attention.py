@@ -18,12 +18,13 @@ from workers.gpu.kernels.shape import SMALLEST, Shape, arch
 from workers.gpu.kernels.splits import num_splits
 from workers.gpu.metadata import DeviceMetadata
 
-SHORT = 64
-"""If no row feeds more tokens than this, the keys of all of them are divided by splits."""
+SHORT = 65
+"""If no row feeds more tokens than this, the keys of all of them are divided by splits: a token, and the most draft
+tokens that graphs verify."""
 SHORT_BESIDE_CHUNKS = 8
 """Else, those of rows that feed no more than this."""
 MAX_WORKSPACE_BYTES = 256 << 20
-"""Nothing is divided if what the splits find takes more."""
+"""For what the splits find. The keys of rows that feed more tokens than have room are not divided."""
 
 
 class LayerPages(NamedTuple):
@@ -116,10 +117,12 @@ class _Launch:
 
     def _slots(self) -> int:
         """Return the most tokens that a row feeds whose keys are divided by splits; 0: none are divided."""
+        if self._splits == 1:
+            return 0
         length = self._metadata.max_length
         slots = length if length <= SHORT else SHORT_BESIDE_CHUNKS
         each = self._shape.heads * self._splits * (self._shape.value_size + 2) * 4
-        return slots if self._splits > 1 and self._rows * slots * each <= MAX_WORKSPACE_BYTES else 0
+        return min(slots, MAX_WORKSPACE_BYTES // (self._rows * each))
 
     def _attend(
         self, output_THE: torch.Tensor, sums: torch.Tensor, stats: torch.Tensor, slots: int, *, is_divided: bool = False

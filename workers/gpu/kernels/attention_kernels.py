@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from workers.gpu.kernels.attention_split import attend_split
-from workers.gpu.kernels.splits import count_splits, initial, join
+from workers.gpu.kernels.splits import count_splits, initial, join, split_start
 from workers.gpu.kernels.tiles import find_row
 
 RUNTIME = (
@@ -99,6 +99,8 @@ def attention_kernel(
     if is_short != IS_DIVIDED:
         return
     start, offset = tl.load(starts_R + row), tl.load(offsets_R + row)
+    if split_start(tl.program_id(2)) >= start + length:
+        return  # the grid is made for the longest context; `join_kernel` reads no such split
     first, size, first_valid = start + length, 0, tl.load(first_valid_R + row)
     if HAS_TREES:
         first, size = tl.load(first_R + row), tl.load(sizes_R + row)
