@@ -86,9 +86,10 @@ class Planner:
         if queue.waiting and queue.num_preemptions == num_preemptions and not is_begun:
             budget = self.budget.limit - sum([one.length + one.k for one in scheduled])
             scheduled += self._start_waiting(policy, budget)
-        stays_plain = policy.stays_plain or (self._proposers is None and not worker_is_up)
         self.continues = (
-            len(scheduled) <= self._rows_ahead and stays_plain and continues(scheduled, queue, self._failed)
+            len(scheduled) <= self._rows_ahead
+            and (policy.stays_plain or (self._proposers is None and not worker_is_up))
+            and continues(scheduled, queue, self._failed)
         )
         if self.budget.is_reduced:
             self.budget.count_step(sum([one.length for one in scheduled]))

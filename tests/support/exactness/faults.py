@@ -47,6 +47,7 @@ class FromThePast:
     current: int = 0
     step: int = 0
     least_survival: float = 0.0
+    stays_plain: bool = False
     predicted_speedup: float | None = None
     changes: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
