@@ -75,10 +75,10 @@ class Planner:
         Without the draft worker, rows get draft tokens only from proposers in the controller process.
         """
         queue = self._queue
-        self._num_scored = 0
-        self._worker_is_up = worker_is_up
+        self._num_scored, self._worker_is_up = 0, worker_is_up
         policy.begin_step(queue.running)
-        self.may_draft = policy.current > 0
+        has_source = worker_is_up or self._proposers is not None
+        self.may_draft = policy.current > 0 and has_source
         num_preemptions = queue.num_preemptions
         scheduled = self._allocate_known(self._share_budget(policy))
         self._allocate_drafts(scheduled, policy)
@@ -88,7 +88,7 @@ class Planner:
             scheduled += self._start_waiting(policy, budget)
         self.continues = (
             len(scheduled) <= self._rows_ahead
-            and (policy.stays_plain or (self._proposers is None and not worker_is_up))
+            and (policy.stays_plain or not has_source)
             and continues(scheduled, queue, self._failed)
         )
         if self.budget.is_reduced:

@@ -150,7 +150,7 @@ class Scheduler:
         new = self._planner.new_sequences(scheduled)
         rows = [self._planner.row(one) for one in scheduled]
         wanted = (policy.num_draft_tokens(one.sequence, self._worker_source) for one in scheduled)
-        is_on = policy.current > 0 and (drafting.is_up or self.proposers is not None) and any(wanted)
+        is_on = self._planner.may_draft and any(wanted)
         moves = self._take_moves() if rows else ()
         epoch = drafting.epoch if is_on and drafting.is_up else 0
         goes_on = self._planner.continues
